@@ -1,0 +1,117 @@
+"""What all dispatchers have in common: receivers, leases, mailboxes, the component's life."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import Generic, Protocol, TypeVar
+
+import trio
+
+from trio_wow.buses import MessageBus, MessageExchange, MessageReceiver, Subscription
+from trio_wow.domain import AggregateModel
+from trio_wow.messages import AggregateId
+from trio_wow.runtime import RuntimeContext
+
+__all__ = ["MessageDispatcher"]
+
+
+class _Addressed(Protocol):
+    @property
+    def aggregate_id(self) -> AggregateId: ...
+
+
+M = TypeVar("M", bound=_Addressed)
+
+
+class MessageDispatcher(ABC, Generic[M]):
+    """A runtime component that handles messages in order per aggregate ID, in parallel across IDs.
+
+    It has one receiver for each bounded context of its aggregates, in the consumer group that has its name, and a
+    window of its own for each.
+
+    Attributes:
+        name: the component's name, and its consumer group's.
+    """
+
+    def __init__(self, name: str, bus: MessageBus[M], aggregates: Iterable[AggregateModel]) -> None:
+        self.name = name
+        self._bus = bus
+        contexts: dict[str, set[str]] = {}
+        for model in aggregates:
+            contexts.setdefault(model.context, set()).add(model.name)
+        self._contexts: Mapping[str, frozenset[str]] = {each: frozenset(names) for each, names in contexts.items()}
+        self._receivers: list[MessageReceiver[M]] = []
+        self._context: RuntimeContext | None = None
+        self._running = 0
+        self._idle = trio.Event()
+
+    @abstractmethod
+    async def handle(self, message: M) -> bool:
+        """Handle one message, and say whether it is finished and may be acknowledged.
+
+        What this raises ends the dispatcher and its runtime, so a user function's `Exception` must not leave it.
+        """
+
+    async def prepare(self, context: RuntimeContext, /) -> None:
+        """See `RuntimeComponent.prepare`."""
+        self._context = context
+        for name, aggregates in self._contexts.items():
+            self._receivers.append(self._bus.receiver(Subscription(self.name, name, aggregates, context.admission)))
+        for receiver in self._receivers:
+            await receiver.ready.wait()
+
+    def start(self) -> None:
+        """See `RuntimeComponent.start`."""
+        context = self._prepared()
+        for name, receiver in zip(self._contexts, self._receivers, strict=True):
+            self._running += 1
+            context.nursery.start_soon(self._receive, receiver, name=f"receiver {name}")
+
+    def quiesce(self) -> None:
+        """See `RuntimeComponent.quiesce`."""
+        for receiver in self._receivers:
+            receiver.close()
+
+    async def stop(self) -> None:
+        """See `RuntimeComponent.stop`."""
+        self.quiesce()
+        while self._running:
+            self._idle = trio.Event()
+            await self._idle.wait()
+        await trio.lowlevel.checkpoint()
+
+    def force_stop(self) -> None:
+        """See `RuntimeComponent.force_stop`."""
+        self.quiesce()
+
+    async def _receive(self, receiver: MessageReceiver[M]) -> None:
+        try:
+            receiver.open()
+            await self._prepared().executor.dispatch(
+                receiver,
+                key=_mailbox_key,
+                handler=self._process,
+                on_discard=MessageExchange.discard,
+            )
+        finally:
+            receiver.close()
+            self._running -= 1
+            self._idle.set()
+
+    async def _process(self, exchange: MessageExchange[M]) -> None:
+        lease = exchange.lease
+        if lease is None:
+            lease = self._prepared().try_acquire(f"{type(exchange.message).__name__} for {self.name}")
+        if lease is None:
+            return  # admission has closed: not handled, not acknowledged
+        with lease:
+            if await self.handle(exchange.message):
+                await exchange.acknowledge()
+
+    def _prepared(self) -> RuntimeContext:
+        if self._context is None:
+            raise RuntimeError(f"{self.name} has not been prepared; put it into a Runtime")
+        return self._context
+
+
+def _mailbox_key(exchange: MessageExchange[M]) -> AggregateId:
+    return exchange.message.aggregate_id

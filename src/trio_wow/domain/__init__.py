@@ -1,0 +1,33 @@
+"""Aggregates and event processors: decorators, the models compiled from them, and the application's registry."""
+
+from trio_wow.domain._aggregate import AggregateModel as AggregateModel
+from trio_wow.domain._aggregate import aggregate as aggregate
+from trio_wow.domain._aggregate import aggregate_model as aggregate_model
+from trio_wow.domain._domain import Domain as Domain
+from trio_wow.domain._functions import on_command as on_command
+from trio_wow.domain._functions import on_event as on_event
+from trio_wow.domain._functions import on_sourcing as on_sourcing
+from trio_wow.domain._processor import EventFunction as EventFunction
+from trio_wow.domain._processor import ProcessorKind as ProcessorKind
+from trio_wow.domain._processor import ProcessorModel as ProcessorModel
+from trio_wow.domain._processor import event_processor as event_processor
+from trio_wow.domain._processor import processor_model as processor_model
+from trio_wow.domain._processor import projection as projection
+from trio_wow.domain._processor import saga as saga
+
+__all__ = [
+    "AggregateModel",
+    "Domain",
+    "EventFunction",
+    "ProcessorKind",
+    "ProcessorModel",
+    "aggregate",
+    "aggregate_model",
+    "event_processor",
+    "on_command",
+    "on_event",
+    "on_sourcing",
+    "processor_model",
+    "projection",
+    "saga",
+]

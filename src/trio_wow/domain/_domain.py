@@ -1,0 +1,103 @@
+"""One application's domain: its aggregates, where their commands go, and how its messages are written."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from cattrs.preconf.orjson import OrjsonConverter
+
+from trio_wow.domain._aggregate import AggregateModel, aggregate_model
+from trio_wow.errors import ConfigurationError, UnroutableCommandError
+from trio_wow.messages import DEFAULT_TENANT, AggregateId, CommandMessage, EventUpgrader, MessageTypes, Serializer
+
+__all__ = ["Domain"]
+
+
+class Domain:
+    """The registry of one application. There is no global one.
+
+    Args:
+        aggregates: classes decorated with `@aggregate`.
+        upgraders: for stored bodies of older revisions.
+        converter: a cattrs converter with hooks of your own; see `Serializer`.
+
+    Attributes:
+        aggregates: their models.
+        serializer: writes and reads this application's messages.
+
+    Raises:
+        ConfigurationError: two aggregates share a name or a command, or two message classes share a name; all such
+            problems are listed together.
+        TypeError: a class is no aggregate.
+    """
+
+    def __init__(
+        self,
+        aggregates: Iterable[type],
+        *,
+        upgraders: Iterable[EventUpgrader] = (),
+        converter: OrjsonConverter | None = None,
+    ) -> None:
+        self.aggregates = tuple(aggregate_model(cls) for cls in aggregates)
+        self._by_name: dict[tuple[str, str], AggregateModel] = {}
+        self._by_command: dict[type, AggregateModel] = {}
+        self._by_event: dict[type, list[AggregateModel]] = {}
+        problems = []
+        for model in self.aggregates:
+            other = self._by_name.setdefault((model.context, model.name), model)
+            if other is not model:
+                problems.append(f"{model!r} and {other!r} share a name; give one @aggregate(name=...)")
+            for command in model.commands:
+                other = self._by_command.setdefault(command, model)
+                if other is not model:
+                    problems.append(
+                        f"{command.__name__} is handled by {model!r} and {other!r}; a command has one aggregate"
+                    )
+            for event in model.events:
+                self._by_event.setdefault(event, []).append(model)
+        types = MessageTypes([*self._by_command, *self._by_event])
+        problems += types.problems
+        if problems:
+            raise ConfigurationError(problems)
+        self.serializer = Serializer(types, upgraders=upgraders, converter=converter)
+
+    def model_of(self, aggregate_id: AggregateId) -> AggregateModel:
+        """Return the model of one aggregate.
+
+        Raises:
+            KeyError: its kind is not registered.
+        """
+        return self._by_name[aggregate_id.context, aggregate_id.aggregate]
+
+    def publishers_of(self, event: type) -> tuple[AggregateModel, ...]:
+        """Return the aggregates to which an event of this class can happen; none if it is not registered."""
+        return tuple(self._by_event.get(event, ()))
+
+    def command_message(
+        self,
+        command: Any,
+        *,
+        request_id: str | None = None,
+        tenant: str = DEFAULT_TENANT,
+        headers: Mapping[str, str] | None = None,
+    ) -> CommandMessage:
+        """Address a command to the aggregate that its `id` names, and check that it can travel.
+
+        Args:
+            command: an attrs object of a registered class.
+            request_id: names what is wanted, so that it is done once; by default a new one.
+            tenant: the tenant who sends it.
+            headers: copied.
+
+        Raises:
+            UnroutableCommandError: no aggregate handles its class.
+            InvalidIdentifierError: its `id`, the request ID or the tenant is not legal.
+            SerializationError: JSON cannot hold one of its values.
+        """
+        model = self._by_command.get(type(command))
+        if model is None:
+            raise UnroutableCommandError(type(command))
+        aggregate_id = model.aggregate_id(command.id, tenant)
+        self.serializer.check(command)
+        if request_id is None:
+            return CommandMessage(aggregate_id=aggregate_id, body=command, headers=headers or {})
+        return CommandMessage(aggregate_id=aggregate_id, body=command, request_id=request_id, headers=headers or {})

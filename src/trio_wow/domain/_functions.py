@@ -1,0 +1,118 @@
+"""Marking methods as message functions, and finding what each of them handles by its annotation."""
+
+import enum
+import inspect
+import typing
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from attrs import frozen
+
+__all__ = ["FunctionKind", "MessageFunction", "message_functions", "on_command", "on_event", "on_sourcing"]
+
+F = TypeVar("F", bound=Callable[..., object])
+_ATTRIBUTE = "__wow_function__"
+
+
+class FunctionKind(enum.Enum):
+    """What a message function is for; the value is its decorator's name."""
+
+    COMMAND = "on_command"
+    SOURCING = "on_sourcing"
+    EVENT = "on_event"
+
+
+@frozen
+class MessageFunction:
+    """One marked method of a class.
+
+    Attributes:
+        name: the method's name.
+        kind: its decorator.
+        annotation: the annotation of its first parameter after `self`.
+        is_async: whether it is an `async def`.
+    """
+
+    name: str
+    kind: FunctionKind
+    annotation: Any
+    is_async: bool
+
+
+def on_command(function: F) -> F:
+    """Mark a method of an aggregate that decides on a command.
+
+    Its first parameter's annotation is the command's class. It reads the state, changes nothing, and returns the event
+    that follows, several in a list or tuple, or `None` for no event. It may be `async def`. To refuse, it raises.
+    """
+    return _mark(function, FunctionKind.COMMAND)
+
+
+def on_sourcing(function: F) -> F:
+    """Mark a method of an aggregate that changes its state by an event.
+
+    Its first parameter's annotation is the event's class. It is a plain function that does nothing else: it runs again
+    each time the aggregate is loaded.
+    """
+    return _mark(function, FunctionKind.SOURCING)
+
+
+def on_event(function: F) -> F:
+    """Mark a method of a processor that handles an event.
+
+    Its first parameter's annotation is the event's class, or `DomainEvent[Class]` for the envelope around it. In a
+    saga it returns the command to send, several in a list or tuple, or `None`. It may be `async def`.
+    """
+    return _mark(function, FunctionKind.EVENT)
+
+
+def _mark(function: F, kind: FunctionKind) -> F:
+    if not inspect.isfunction(function):
+        raise TypeError(f"@{kind.value} decorates a method, not {function!r}")
+    setattr(function, _ATTRIBUTE, kind)
+    return function
+
+
+def message_functions(cls: type, allowed: set[FunctionKind], decorator: str) -> Iterator[MessageFunction]:
+    """Yield the marked methods of a class and its bases, overriding ones once, in the order of their definition.
+
+    Raises:
+        TypeError: one is marked for another kind of class, or its first parameter has no usable annotation.
+    """
+    names = {name: None for base in reversed(cls.__mro__) for name in vars(base)}
+    for name in names:
+        function = inspect.getattr_static(cls, name)
+        kind = getattr(function, _ATTRIBUTE, None)
+        if kind is None:
+            continue
+        where = f"{cls.__name__}.{name}"
+        if kind not in allowed:
+            raise TypeError(f"{where} is marked @{kind.value}, which does not belong into a class marked @{decorator}")
+        yield MessageFunction(name, kind, _first_annotation(function, where), inspect.iscoroutinefunction(function))
+
+
+def _first_annotation(function: Callable[..., object], where: str) -> Any:
+    parameters = list(inspect.signature(function).parameters.values())[1:]
+    if len(parameters) != 1:
+        raise TypeError(f"{where} must take self and one message, not {len(parameters)} further parameters")
+    parameter = parameters[0]
+    if parameter.annotation is parameter.empty:
+        raise TypeError(f"{where}: annotate {parameter.name!r} with the class of the message that it handles")
+    try:
+        return typing.get_type_hints(function)[parameter.name]
+    except NameError as error:
+        raise TypeError(
+            f"{where}: the annotation {parameter.annotation!r} cannot be resolved ({error}); "
+            "import the class at module level, outside `if TYPE_CHECKING`"
+        ) from error
+
+
+def message_class(annotation: Any, where: str) -> type:
+    """Return the message class that an annotation names.
+
+    Raises:
+        TypeError: it names none, or more than one.
+    """
+    if isinstance(annotation, type) and annotation is not object and not typing.get_args(annotation):
+        return annotation
+    raise TypeError(f"{where}: the annotation {annotation!r} must name one message class; write a function for each")

@@ -1,0 +1,323 @@
+"""Every error the library raises on purpose; one tree, rooted in `WowError`."""
+
+from collections.abc import Mapping, Sequence
+
+__all__ = [
+    "AdmissionClosedError",
+    "AggregateNotReadableError",
+    "CancelScopeLeakError",
+    "CommandFailedError",
+    "CommandRejectedError",
+    "ConfigurationError",
+    "DuplicateRequestIdError",
+    "ExecutorClosedError",
+    "HandlerExitError",
+    "InvalidIdentifierError",
+    "NoSubscriberError",
+    "RuntimeStateError",
+    "SerializationError",
+    "ShutdownDeadlineError",
+    "TenantMismatchError",
+    "UnknownMessageTypeError",
+    "UnroutableCommandError",
+    "UnsourcedEventError",
+    "VersionConflictError",
+    "WaitAbandonedError",
+    "WaitTimeoutError",
+    "WowError",
+]
+
+
+class WowError(Exception):
+    """Base of every error that the library raises on purpose."""
+
+
+class ConfigurationError(WowError):
+    """The parts of a program do not fit together; all problems found are listed, none is repaired.
+
+    Attributes:
+        problems: one sentence for each problem, naming the thing and the fix.
+    """
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__("; ".join(problems))
+        self.problems = tuple(problems)
+
+
+class ExecutorClosedError(WowError):
+    """Work was offered to a closed executor, or a forced stop ended a dispatch. Nothing was taken from the source.
+
+    Attributes:
+        executor: the executor's name.
+    """
+
+    def __init__(self, executor: str, what: str) -> None:
+        super().__init__(f"executor {executor!r} is closed: {what}")
+        self.executor = executor
+
+
+class CancelScopeLeakError(WowError):
+    """A handler returned while a cancel scope that it had entered was still open.
+
+    Usually an async generator with a scope inside it was left unfinished: close it with `contextlib.aclosing`.
+    Only the item of that handler fails. What the handler itself raised, if anything, is the `__cause__`.
+
+    Attributes:
+        handler: the handler's qualified name.
+        key: the key of the item it handled.
+    """
+
+    def __init__(self, handler: str, key: object) -> None:
+        super().__init__(
+            f"handler {handler} left a cancel scope open when it handled an item of key {key}; "
+            "leave every scope in the handler that entered it"
+        )
+        self.handler = handler
+        self.key = key
+
+
+class RuntimeStateError(WowError):
+    """A runtime was asked for something that its state does not allow, such as a second `serve`.
+
+    Attributes:
+        state: the name of the state it was in.
+    """
+
+    def __init__(self, message: str, state: str) -> None:
+        super().__init__(f"{message} (the runtime is {state})")
+        self.state = state
+
+
+class ShutdownDeadlineError(WowError):
+    """A stop was forced: work was interrupted and its messages stay unacknowledged.
+
+    Attributes:
+        reason: what forced the stop.
+        held: component name -> names of the tasks it still ran when it was forced.
+    """
+
+    def __init__(self, reason: str, held: Mapping[str, Sequence[str]]) -> None:
+        shown = "; ".join(f"{name} held {', '.join(tasks) or 'nothing'}" for name, tasks in held.items())
+        super().__init__(f"the stop was forced by {reason}" + (f": {shown}" if shown else ""))
+        self.reason = reason
+        self.held = {name: tuple(tasks) for name, tasks in held.items()}
+
+
+class HandlerExitError(WowError):
+    """A handler raised `SystemExit`. The exit code of the process is not a handler's to choose.
+
+    Attributes:
+        code: the code that the handler asked for.
+    """
+
+    def __init__(self, code: object) -> None:
+        super().__init__(
+            f"a handler raised SystemExit({code!r}); raise an ordinary error or call request_stop() instead"
+        )
+        self.code = code
+
+
+class AdmissionClosedError(WowError):
+    """Work from outside was offered before the runtime took any, or after its stop was requested. Nothing was sent.
+
+    Attributes:
+        where: the part that refused.
+    """
+
+    def __init__(self, where: str) -> None:
+        super().__init__(
+            f"{where} takes nothing: the runtime has not started or is stopping; send again to a running one"
+        )
+        self.where = where
+
+
+class InvalidIdentifierError(WowError, ValueError):
+    """An identifier that no backend could keep unchanged was refused before anything was sent or stored.
+
+    Attributes:
+        what: which identifier.
+        value: the refused value.
+    """
+
+    def __init__(self, what: str, value: object, reason: str) -> None:
+        shown = repr(value)
+        super().__init__(f"{what} {shown if len(shown) <= 80 else shown[:77] + '...'} {reason}")
+        self.what = what
+        self.value = value
+
+
+class SerializationError(WowError):
+    """A message cannot be written as JSON without loss, or stored JSON does not fit its type."""
+
+
+class UnknownMessageTypeError(SerializationError):
+    """A message type is not registered, so its name or its class is unknown.
+
+    Attributes:
+        name: the registered name looked for, or the class that has none.
+        source: where it came from.
+    """
+
+    def __init__(self, name: str, source: str) -> None:
+        super().__init__(
+            f"message type {name!r} ({source}) is not registered; let an aggregate handle or source it, "
+            "or add the old name to @message_type(aliases=...)"
+        )
+        self.name = name
+        self.source = source
+
+
+class UnroutableCommandError(WowError):
+    """No registered aggregate has a function for this command. Nothing was sent.
+
+    Attributes:
+        command_type: the command's class.
+    """
+
+    def __init__(self, command_type: type) -> None:
+        super().__init__(
+            f"no aggregate handles {command_type.__name__}; add an @on_command function for it "
+            "and give its aggregate to the Domain"
+        )
+        self.command_type = command_type
+
+
+class NoSubscriberError(WowError):
+    """A command found no dispatcher on its bus. Nothing was sent.
+
+    Attributes:
+        aggregate_id: the aggregate that the command is for.
+    """
+
+    def __init__(self, aggregate_id: object) -> None:
+        super().__init__(
+            f"nobody receives commands for {aggregate_id}; put a CommandDispatcher on this bus in the runtime"
+        )
+        self.aggregate_id = aggregate_id
+
+
+class VersionConflictError(WowError):
+    """Another writer has appended to this aggregate first. Nothing was stored; load again and decide again.
+
+    Attributes:
+        aggregate_id: the aggregate.
+        expected: the version that the writer had loaded.
+        actual: the version in the store.
+    """
+
+    def __init__(self, aggregate_id: object, expected: int, actual: int) -> None:
+        super().__init__(f"{aggregate_id} is at version {actual}, not {expected}: another writer was first")
+        self.aggregate_id = aggregate_id
+        self.expected = expected
+        self.actual = actual
+
+
+class DuplicateRequestIdError(WowError):
+    """The aggregate has already stored the events of this request. Nothing was stored again.
+
+    Attributes:
+        aggregate_id: the aggregate.
+        request_id: the request.
+        version: the version at which its events are stored.
+    """
+
+    def __init__(self, aggregate_id: object, request_id: str, version: int) -> None:
+        super().__init__(f"{aggregate_id} already stored request {request_id!r} as version {version}")
+        self.aggregate_id = aggregate_id
+        self.request_id = request_id
+        self.version = version
+
+
+class TenantMismatchError(WowError):
+    """A command names another tenant than the one that owns the aggregate. Nothing was stored.
+
+    Attributes:
+        aggregate_id: the aggregate.
+        tenant: the tenant that the command named.
+    """
+
+    def __init__(self, aggregate_id: object, tenant: str) -> None:
+        super().__init__(f"{aggregate_id} does not belong to tenant {tenant!r}")
+        self.aggregate_id = aggregate_id
+        self.tenant = tenant
+
+
+class AggregateNotReadableError(WowError):
+    """Stored events could not be turned back into state. Nothing was stored; the `__cause__` says why.
+
+    Attributes:
+        aggregate_id: the aggregate.
+        version: the version that could not be applied.
+    """
+
+    def __init__(self, aggregate_id: object, version: int) -> None:
+        super().__init__(f"version {version} of {aggregate_id} cannot be applied")
+        self.aggregate_id = aggregate_id
+        self.version = version
+
+
+class UnsourcedEventError(WowError):
+    """A command function returned an event for which its aggregate has no `@on_sourcing` function. Nothing was stored.
+
+    Attributes:
+        aggregate: the aggregate's class name.
+        event_type: the event's class.
+    """
+
+    def __init__(self, aggregate: str, event_type: type) -> None:
+        super().__init__(
+            f"{aggregate} has no @on_sourcing function for {event_type.__name__}; add one (it may do nothing)"
+        )
+        self.aggregate = aggregate
+        self.event_type = event_type
+
+
+class CommandRejectedError(WowError):
+    """Raise it (or a subclass) in a command function to refuse a command by a rule of the domain.
+
+    It ends as the command's result and is never logged as a fault.
+    """
+
+
+class CommandFailedError(WowError):
+    """A command's result is an error; raised by `CommandResult.raise_for_error`.
+
+    Attributes:
+        code: the error's code, by default the name of the class that was raised.
+        text: the error's text.
+    """
+
+    def __init__(self, code: str, text: str) -> None:
+        super().__init__(f"{code}: {text}")
+        self.code = code
+        self.text = text
+
+
+class WaitTimeoutError(WowError):
+    """The wanted stage was not reached in time. The command may still be handled; only the waiting ended.
+
+    Attributes:
+        command_id: the command that was waited for.
+        until: the stage waited for.
+        timeout: seconds.
+    """
+
+    def __init__(self, command_id: str, until: str, timeout: float) -> None:
+        super().__init__(f"command {command_id} did not reach {until} within {timeout} s; it may still be handled")
+        self.command_id = command_id
+        self.until = until
+        self.timeout = timeout
+
+
+class WaitAbandonedError(WowError):
+    """The runtime stopped before the wanted stage was reported. The command's outcome is not known here.
+
+    Attributes:
+        command_id: the command that was waited for.
+    """
+
+    def __init__(self, command_id: str) -> None:
+        super().__init__(
+            f"the runtime stopped while command {command_id} was waited for; send it again with its request ID"
+        )
+        self.command_id = command_id

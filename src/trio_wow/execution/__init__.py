@@ -1,0 +1,8 @@
+"""Keyed execution: items of one key in order, different keys in parallel. Knows nothing of messages."""
+
+from trio_wow.execution._errors import split_cancelled as split_cancelled
+from trio_wow.execution._executor import KeyedExecutor as KeyedExecutor
+from trio_wow.execution._source import BatchSource as BatchSource
+from trio_wow.execution._source import DemandSource as DemandSource
+
+__all__ = ["BatchSource", "DemandSource", "KeyedExecutor", "split_cancelled"]

@@ -1,0 +1,163 @@
+"""The public face of keyed execution."""
+
+import os
+from collections.abc import AsyncIterator, Callable, Hashable
+from types import TracebackType
+from typing import Any, TypeVar
+
+import trio
+
+from trio_wow.errors import ExecutorClosedError
+from trio_wow.execution._dispatch import Dispatch
+from trio_wow.execution._source import BatchSource, ChannelSource
+
+__all__ = ["KeyedExecutor"]
+
+T = TypeVar("T")
+
+
+class KeyedExecutor:
+    """Runs items of one key in order and items of different keys in parallel.
+
+    Each key that has items has a mailbox, and a task of its own inside the dispatch; a mailbox without items does not
+    exist. Between dispatches an executor holds no task and no thread. Source documents: seeds 000 and 002.
+
+    Args:
+        workers: how many handlers may compute at once; `None` for the CPUs that this process may use. The event loop
+            runs one computation at a time whatever the number is; waiting handlers are not counted.
+        max_in_flight: items that one dispatch may hold unfinished, running or queued. When a single key holds nearly
+            all of them, the dispatch asks its source for nothing more until that key moves on.
+        throughput: items of one key handled in a row, while they complete without waiting, before the other keys and
+            the event loop get their turn.
+        name: what errors call it.
+
+    Raises:
+        ValueError: a number is not a positive `int`.
+    """
+
+    def __init__(
+        self,
+        *,
+        workers: int | None = None,
+        max_in_flight: int = 256,
+        throughput: int = 16,
+        name: str = "wow-dispatch",
+    ) -> None:
+        if workers is None:
+            workers = _usable_cpus()
+        for argument, value in (("workers", workers), ("max_in_flight", max_in_flight), ("throughput", throughput)):
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{argument} must be a positive int, not {value!r}")
+        self._workers = workers
+        self._max_in_flight = max_in_flight
+        self._throughput = throughput
+        self._name = name
+        self._closed = False
+        self._dispatches: set[Dispatch[Any]] = set()
+        self._idle = trio.Event()
+
+    def __repr__(self) -> str:
+        return (
+            f"<KeyedExecutor {self._name!r}: workers={self._workers}, max_in_flight={self._max_in_flight}, "
+            f"throughput={self._throughput}, {'closed' if self._closed else f'{len(self._dispatches)} dispatches'}>"
+        )
+
+    async def dispatch(
+        self,
+        source: trio.MemoryReceiveChannel[T] | BatchSource[T],
+        *,
+        key: Callable[[T], Hashable],
+        handler: Callable[[T], object],
+        on_error: Callable[[T, Exception], object] | None = None,
+        on_discard: Callable[[T], object] | None = None,
+    ) -> None:
+        """Handle all items of `source`: one key's one at a time and in order, different keys in parallel.
+
+        Every item ends in exactly one of five states: handled; failed (given to `on_error`, or raised); interrupted
+        (its handler was cancelled); discarded (accepted, never started, given to `on_discard`); still in the source.
+
+        Args:
+            source: a `trio.MemoryReceiveChannel`, which is left open, or a `BatchSource`.
+            key: gives an item's key. A plain, quick function.
+            handler: called with each item; an `async def` function, or a plain one, which runs on the event loop. Each
+                call has context variables of its own: a copy of those in which `dispatch` was called.
+            on_error: takes an item and the `Exception` its handler raised; the dispatch then goes on. Without it, and
+                for what is not an `Exception`, a failing handler ends the dispatch.
+            on_discard: takes each item that was accepted and will not be started. Both callbacks are plain functions;
+                what they raise joins the errors of the dispatch and stops no other hand-over.
+
+        Raises:
+            ExecutorClosedError: the executor is closed, or a forced stop ended the dispatch.
+            TypeError: `source` is of no known kind; or a plain handler returned an awaitable.
+            CancelScopeLeakError: (to `on_error`, if given) a handler left a cancel scope open.
+            BaseException: what the source, `key` or the handler raised: a single error itself, several as a group with
+                the first one first. Before that the running handlers are cancelled, the items not yet started are
+                discarded, and all tasks have left.
+
+        Cancellation: as for an error, and `Cancelled` is raised again; errors of the same moment come with it in a
+            group. An item whose handler was cancelled counts as interrupted, never as handled.
+        Ordering: per key, as received. None between keys.
+        Ownership: items are this call's from the moment the source returns them.
+        """
+        if self._closed:
+            raise ExecutorClosedError(self._name, "it refuses new dispatches")
+        dispatch = Dispatch(
+            executor=self._name,
+            max_in_flight=self._max_in_flight,
+            throughput=self._throughput,
+            source=_as_batch_source(source),
+            key=key,
+            handler=handler,
+            on_error=on_error,
+            on_discard=on_discard,
+        )
+        self._dispatches.add(dispatch)
+        try:
+            await dispatch.run()
+        finally:
+            self._dispatches.discard(dispatch)
+            if not self._dispatches:
+                self._idle.set()
+
+    async def aclose(self) -> None:
+        """Refuse new dispatches and wait until the running ones have ended. Idempotent.
+
+        Cancellation: the executor stays closed; running dispatches go on.
+        """
+        self._closed = True
+        while self._dispatches:
+            self._idle = trio.Event()
+            await self._idle.wait()
+        await trio.lowlevel.checkpoint()
+
+    def force_stop(self) -> None:
+        """Refuse new dispatches and cancel the running ones, which raise `ExecutorClosedError`. Idempotent."""
+        self._closed = True
+        for dispatch in self._dispatches:
+            dispatch.force_stop()
+
+    async def __aenter__(self) -> "KeyedExecutor":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+
+def _usable_cpus() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _as_batch_source(source: object) -> BatchSource[Any]:
+    if isinstance(source, trio.MemoryReceiveChannel):
+        return ChannelSource(source)
+    if isinstance(source, BatchSource):
+        return source
+    hint = "; put its items on a memory channel" if isinstance(source, AsyncIterator) else ""
+    raise TypeError(
+        f"cannot dispatch from {type(source).__name__}: give a trio.MemoryReceiveChannel or an object with "
+        f"`async receive_batch(limit)`{hint}"
+    )

@@ -1,0 +1,67 @@
+"""Where a dispatch takes its items from."""
+
+from collections.abc import Sequence
+from typing import Protocol, TypeVar, runtime_checkable
+
+import trio
+
+__all__ = ["BatchSource", "ChannelSource", "DemandSource"]
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+@runtime_checkable
+class BatchSource(Protocol[T_co]):
+    """A source that hands over items in batches, never more than it is asked for."""
+
+    async def receive_batch(self, limit: int, /) -> Sequence[T_co]:
+        """Wait until there is something to take, and take it.
+
+        Args:
+            limit: the most items to return, at least 1.
+
+        Returns:
+            One to `limit` items, in order.
+
+        Raises:
+            trio.EndOfChannel: there will be no more items.
+
+        Cancellation: a cancelled call has taken nothing.
+        Ownership: the returned items are the caller's; a dispatch finishes, reports or discards each of them.
+        """
+        ...
+
+
+@runtime_checkable
+class DemandSource(BatchSource[T_co], Protocol[T_co]):
+    """A `BatchSource` that is told of demand at the moment it arises, and that may exceed it.
+
+    For a source whose senders wait for demand, and which must sometimes hand over an item that nobody has room for,
+    because its sender would otherwise wait for itself (`docs/concepts.md`, "Back-pressure and cycles"). A dispatch
+    accepts all that such a source returns; what exceeds its window is the window's overdraft.
+    """
+
+    def request(self, count: int, /) -> None:
+        """Take note that `count` more items have room. Called first with the whole window, then with each lot.
+
+        Called synchronously while an item finishes: it must not block, nor call back into the dispatch.
+        """
+        ...
+
+
+class ChannelSource(BatchSource[T]):
+    """Reads a Trio memory channel, which stays open: draining what it holds costs no task switch per item."""
+
+    def __init__(self, channel: trio.MemoryReceiveChannel[T]) -> None:
+        self._channel = channel
+
+    async def receive_batch(self, limit: int, /) -> Sequence[T]:
+        """See `BatchSource.receive_batch`."""
+        batch = [await self._channel.receive()]
+        try:
+            while len(batch) < limit:
+                batch.append(self._channel.receive_nowait())
+        except (trio.WouldBlock, trio.EndOfChannel):
+            pass
+        return batch

@@ -1,0 +1,170 @@
+"""The command gateway."""
+
+from collections.abc import Mapping
+from math import inf
+from typing import Any
+
+import trio
+
+from trio_wow.buses import CommandBus
+from trio_wow.domain import Domain
+from trio_wow.errors import AdmissionClosedError, NoSubscriberError, WaitAbandonedError, WaitTimeoutError
+from trio_wow.messages import DEFAULT_TENANT, CommandMessage, CommandResult, Stage
+from trio_wow.runtime import Admission, RuntimeContext
+
+__all__ = ["CommandGateway"]
+
+
+class _Wait:
+    """One waiting sender."""
+
+    __slots__ = ("event", "result")
+
+    def __init__(self) -> None:
+        self.event = trio.Event()
+        self.result: CommandResult | None = None
+
+
+class CommandGateway:
+    """Sends commands into a runtime, and tells their senders what became of them.
+
+    A runtime component: put it last, so that it stops first. Give it to the command dispatcher as `results`. Before
+    the runtime runs and after its stop was requested, it refuses commands from outside.
+
+    Attributes:
+        name: the component's name.
+    """
+
+    def __init__(self, domain: Domain, bus: CommandBus, *, name: str = "command-gateway") -> None:
+        self.name = name
+        self._domain = domain
+        self._bus = bus
+        self._admission: Admission | None = None
+        self._waits: dict[str, _Wait] = {}
+
+    async def send(
+        self,
+        command: Any,
+        *,
+        request_id: str | None = None,
+        tenant: str = DEFAULT_TENANT,
+        headers: Mapping[str, str] | None = None,
+    ) -> CommandResult:
+        """Send a command, and return once the bus has taken it.
+
+        Waits while the receiver's window is full, unless it is called while a message is being handled.
+
+        Args:
+            command: an attrs object whose `id` names the aggregate.
+            request_id: names what is wanted: an aggregate stores the events of one request once. By default a new one.
+            tenant: the tenant who sends it.
+            headers: copied.
+
+        Returns:
+            A result of stage `SENT`.
+
+        Raises:
+            AdmissionClosedError: the runtime does not run, or its stop was requested.
+            UnroutableCommandError: no aggregate handles this class.
+            NoSubscriberError: no dispatcher receives it.
+            InvalidIdentifierError: the command's `id`, the request ID or the tenant is not legal.
+            SerializationError: JSON cannot hold one of the command's values.
+
+        Cancellation: a cancelled call has sent nothing.
+        Ordering: commands that one task sends one after the other reach an aggregate in that order.
+        """
+        return await self._send(self._message(command, request_id, tenant, headers))
+
+    async def send_and_wait(
+        self,
+        command: Any,
+        *,
+        until: Stage = Stage.PROCESSED,
+        timeout: float = 30.0,  # noqa: ASYNC109 - the wait's deadline belongs to the command
+        request_id: str | None = None,
+        tenant: str = DEFAULT_TENANT,
+        headers: Mapping[str, str] | None = None,
+    ) -> CommandResult:
+        """Send a command, and wait until it has reached a stage.
+
+        Args:
+            command: as for `send`.
+            until: the stage.
+            timeout: seconds for sending and waiting together; positive.
+            request_id: as for `send`.
+            tenant: as for `send`.
+            headers: as for `send`.
+
+        Returns:
+            The result of that stage. A failed command is a result with an `error`, not an exception here; see
+            `CommandResult.raise_for_error`.
+
+        Raises:
+            WaitTimeoutError: the stage was not reached in time.
+            WaitAbandonedError: the runtime stopped first.
+            ValueError: `timeout` is not positive.
+            WowError: as for `send`.
+
+        Cancellation: the command may have been sent, and is then handled all the same; nothing waits for it any more.
+        """
+        if not 0 < timeout <= inf:
+            raise ValueError(f"timeout must be a positive number of seconds, not {timeout!r}")
+        message = self._message(command, request_id, tenant, headers)
+        wait = self._waits[message.id] = _Wait()
+        try:
+            with trio.move_on_after(timeout):
+                sent = await self._send(message)
+                if until is Stage.SENT:
+                    return sent
+                await wait.event.wait()
+                if wait.result is None:
+                    raise WaitAbandonedError(message.id)
+                return wait.result
+        finally:
+            del self._waits[message.id]
+        raise WaitTimeoutError(message.id, until.name, timeout)
+
+    def processed(self, result: CommandResult, /) -> None:
+        """See `ResultSink.processed`. A result that nobody waits for is dropped."""
+        wait = self._waits.get(result.command_id)
+        if wait is not None:
+            wait.result = result
+            wait.event.set()
+
+    async def prepare(self, context: RuntimeContext, /) -> None:
+        """See `RuntimeComponent.prepare`."""
+        self._admission = context.admission
+
+    def start(self) -> None:
+        """See `RuntimeComponent.start`. The runtime's intake is the gateway's door."""
+
+    def quiesce(self) -> None:
+        """See `RuntimeComponent.quiesce`. The runtime's intake is the gateway's door."""
+
+    async def stop(self) -> None:
+        """See `RuntimeComponent.stop`. Whoever still waits gets a `WaitAbandonedError`."""
+        self.force_stop()
+        await trio.lowlevel.checkpoint()
+
+    def force_stop(self) -> None:
+        """See `RuntimeComponent.force_stop`."""
+        for wait in self._waits.values():
+            wait.event.set()
+
+    def _message(
+        self, command: Any, request_id: str | None, tenant: str, headers: Mapping[str, str] | None
+    ) -> CommandMessage:
+        admission = self._admission
+        if admission is None or not (admission.intake_is_open or admission.is_inside()):
+            raise AdmissionClosedError(self.name)
+        return self._domain.command_message(command, request_id=request_id, tenant=tenant, headers=headers)
+
+    async def _send(self, message: CommandMessage) -> CommandResult:
+        if not await self._bus.send_if_subscribed(message):
+            raise NoSubscriberError(message.aggregate_id)
+        return CommandResult(
+            command_id=message.id,
+            request_id=message.request_id,
+            aggregate_id=message.aggregate_id,
+            stage=Stage.SENT,
+        )

@@ -1,0 +1,138 @@
+"""The envelopes in which bodies travel: frozen, with headers that are copied for every route."""
+
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from typing import Any, Generic, TypeVar
+from uuid import uuid4
+
+from attrs import evolve, field, frozen
+
+from trio_wow.messages._identity import AggregateId, check_identifier
+
+__all__ = ["CommandMessage", "DomainEvent", "DomainEventStream"]
+
+B_co = TypeVar("B_co", covariant=True)
+
+
+def _new_id() -> str:
+    return uuid4().hex
+
+
+def _now() -> datetime:
+    return datetime.now(UTC)
+
+
+def _as_tuple(events: Iterable[Any]) -> tuple[Any, ...]:
+    return tuple(events)
+
+
+def _copied(headers: Mapping[str, str]) -> dict[str, str]:
+    return dict(headers)
+
+
+@frozen(kw_only=True)
+class CommandMessage:
+    """A command on its way to one aggregate.
+
+    Attributes:
+        aggregate_id: the aggregate that decides.
+        body: the command itself, an attrs object.
+        id: names this message; a command sent again is another message.
+        request_id: names what is wanted; an aggregate stores the events of one request once. By default `id`.
+        headers: the message's own copy of what it was made with.
+        created_at: wall time, UTC.
+
+    Raises:
+        InvalidIdentifierError: `id` or `request_id` is not legal.
+    """
+
+    aggregate_id: AggregateId
+    body: Any
+    id: str = field(factory=_new_id)
+    request_id: str = field()
+    headers: dict[str, str] = field(factory=dict, converter=_copied)
+    created_at: datetime = field(factory=_now)
+
+    @request_id.default
+    def _request_id_is_id(self) -> str:
+        return self.id
+
+    def __attrs_post_init__(self) -> None:
+        check_identifier("command ID", self.id)
+        check_identifier("request ID", self.request_id)
+
+    def routed(self) -> "CommandMessage":
+        """Return a copy for one route: equal, with headers of its own."""
+        return evolve(self)
+
+
+@frozen(kw_only=True)
+class DomainEventStream:
+    """All events that one command produced, in order. Stored, published and handled as a whole.
+
+    Attributes:
+        aggregate_id: the aggregate that they happened to.
+        version: the aggregate's version after them; its streams run 1..n without a gap.
+        events: the bodies, at least one.
+        command_id: the message that caused them.
+        request_id: the request that caused them.
+        id: names the stream.
+        headers: the message's own copy of what it was made with.
+        created_at: wall time, UTC; not for ordering.
+
+    Raises:
+        InvalidIdentifierError: an ID is not legal.
+        ValueError: the version is not positive, or there is no event.
+    """
+
+    aggregate_id: AggregateId
+    version: int
+    events: tuple[Any, ...] = field(converter=_as_tuple)
+    command_id: str
+    request_id: str
+    id: str = field(factory=_new_id)
+    headers: dict[str, str] = field(factory=dict, converter=_copied)
+    created_at: datetime = field(factory=_now)
+
+    def __attrs_post_init__(self) -> None:
+        check_identifier("stream ID", self.id)
+        check_identifier("command ID", self.command_id)
+        check_identifier("request ID", self.request_id)
+        if self.version < 1:
+            raise ValueError(f"the version of a stream of {self.aggregate_id} must be at least 1, not {self.version}")
+        if not self.events:
+            raise ValueError(f"a stream of {self.aggregate_id} must hold at least one event")
+
+    def routed(self) -> "DomainEventStream":
+        """Return a copy for one route: equal, with headers of its own."""
+        return evolve(self)
+
+
+@frozen
+class DomainEvent(Generic[B_co]):
+    """One event of a stream, for a function that wants to know more than the body.
+
+    Attributes:
+        body: the event itself.
+        sequence: its place in the stream, from 1.
+        stream: the stream that it came in.
+    """
+
+    body: B_co
+    sequence: int
+    stream: DomainEventStream
+
+    @property
+    def aggregate_id(self) -> AggregateId:
+        """The aggregate that it happened to."""
+        return self.stream.aggregate_id
+
+    @property
+    def version(self) -> int:
+        """The aggregate's version after the stream."""
+        return self.stream.version
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """The headers of the stream."""
+        return self.stream.headers

@@ -1,0 +1,172 @@
+"""What a runtime lets in: leases for running work, and the gate for work from outside."""
+
+from collections.abc import Callable
+from contextvars import ContextVar, Token
+from types import TracebackType
+
+import trio
+
+__all__ = ["ActivityLease", "Admission"]
+
+
+class ActivityLease:
+    """Says that one complete operation is running, retries and publication included. Made by `Admission`.
+
+    As a context manager it also marks the code inside as *being handled*: what that code sends, in child tasks and
+    threads too, counts as coming from inside the runtime for as long as the lease is open.
+    """
+
+    __slots__ = ("_admission", "_open", "_token", "name")
+
+    def __init__(self, admission: "Admission", name: str) -> None:
+        self._admission = admission
+        self._open = True
+        self._token: Token[ActivityLease | None] | None = None
+        self.name = name
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the operation is still running."""
+        return self._open
+
+    def close(self) -> None:
+        """Say that the operation has ended. Synchronous and idempotent."""
+        if self._open:
+            self._open = False
+            self._admission._release(self)
+
+    def __enter__(self) -> "ActivityLease":
+        self._token = _current_lease.set(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._token is not None:
+            _current_lease.reset(self._token)
+            self._token = None
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<lease {self.name!r}: {'open' if self._open else 'closed'}>"
+
+
+_current_lease: ContextVar[ActivityLease | None] = ContextVar("trio_wow_current_lease", default=None)
+
+
+class Admission:
+    """One runtime's doors. The inner one admits operations (leases), the outer one work from outside (*intake*).
+
+    The intake opens when every component has started and closes at the stop request; what handlers send is then still
+    admitted, until the inner door closes. While any receiver of the runtime holds more than its window (*overdraft*),
+    nothing is taken from outside either.
+    """
+
+    def __init__(self) -> None:
+        self._leases: set[ActivityLease] = set()
+        self._closed = False
+        self._intake_open = False
+        self._overdrawn = 0
+        self._acquired = 0
+        self._changed = trio.Event()
+        self._watchers: dict[Callable[[], object], None] = {}
+
+    def try_acquire(self, name: str | None = None) -> ActivityLease | None:
+        """Give a lease for one operation, or `None` once admission has closed. The caller closes it."""
+        if self._closed:
+            return None
+        lease = ActivityLease(self, name or "unnamed")
+        self._leases.add(lease)
+        self._acquired += 1
+        self._wake()
+        return lease
+
+    def is_inside(self) -> bool:
+        """Whether the calling code runs for a message of this runtime that is still being handled."""
+        lease = _current_lease.get()
+        return lease is not None and lease.is_open and lease._admission is self
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether no further operation is admitted, from inside or outside."""
+        return self._closed
+
+    @property
+    def intake_is_open(self) -> bool:
+        """Whether work from outside is let in at all (it may still have to wait for an overdraft to end)."""
+        return self._intake_open
+
+    @property
+    def is_overdrawn(self) -> bool:
+        """Whether a receiver of this runtime holds more than its window, so that work from outside has to wait."""
+        return self._overdrawn > 0
+
+    @property
+    def leases(self) -> frozenset[ActivityLease]:
+        """The operations that are running now."""
+        return frozenset(self._leases)
+
+    def open_intake(self) -> None:
+        """Let work from outside in."""
+        self._intake_open = True
+        self._notify()
+
+    def close_intake(self) -> None:
+        """Let no more work from outside in. Those who wait at the door are told by their watchers."""
+        self._intake_open = False
+        self._notify()
+
+    def close(self) -> None:
+        """Close both doors: from now on `try_acquire` gives `None`. Leases that are open stay open."""
+        self._closed = True
+        self.close_intake()
+
+    def begin_overdraft(self) -> None:
+        """Say that one more receiver holds more than its window."""
+        self._overdrawn += 1
+
+    def end_overdraft(self) -> None:
+        """Say that one receiver fewer holds more than its window."""
+        self._overdrawn -= 1
+        if not self._overdrawn:
+            self._notify()
+
+    def watch(self, callback: Callable[[], object]) -> None:
+        """Call `callback`, synchronously, whenever work from outside may be let in again or is refused for good."""
+        self._watchers[callback] = None
+
+    def unwatch(self, callback: Callable[[], object]) -> None:
+        """Forget a callback; one that is not known is no error."""
+        self._watchers.pop(callback, None)
+
+    async def wait_quiet(self, period: float) -> None:
+        """Return when no lease has been held for `period` seconds without a break; with 0, when none is held.
+
+        Nothing runs between the last look at the leases and the return.
+        """
+        while True:
+            while self._leases:
+                await self._wait_change()
+            seen = self._acquired
+            if period > 0:
+                with trio.move_on_after(period):
+                    while seen == self._acquired:
+                        await self._wait_change()
+            if seen == self._acquired:
+                return
+
+    async def _wait_change(self) -> None:
+        self._changed = trio.Event()
+        await self._changed.wait()
+
+    def _release(self, lease: ActivityLease) -> None:
+        self._leases.discard(lease)
+        if not self._leases:
+            self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+
+    def _notify(self) -> None:
+        for callback in tuple(self._watchers):
+            callback()

@@ -1,0 +1,72 @@
+"""What a runtime is made of."""
+
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
+
+import trio
+from attrs import frozen
+
+from trio_wow.execution import KeyedExecutor
+from trio_wow.runtime._admission import ActivityLease, Admission
+
+__all__ = ["RuntimeComponent", "RuntimeContext"]
+
+
+@frozen
+class RuntimeContext:
+    """What a runtime lends to one component, from `prepare` until the component has stopped.
+
+    Attributes:
+        nursery: the component's own. What fails in it ends the component and, with it, the runtime.
+        executor: the runtime's one executor.
+        stop_requested: set when the stop is requested. A source of work from outside then takes nothing more.
+        admission: the runtime's doors; a bus receiver and a gateway need more of them than `try_acquire`.
+    """
+
+    nursery: trio.Nursery
+    executor: KeyedExecutor
+    stop_requested: trio.Event
+    admission: Admission
+    _report: Callable[[BaseException], object]
+
+    def try_acquire(self, name: str | None = None) -> ActivityLease | None:
+        """Give a lease for one complete operation, or `None` once admission has closed."""
+        return self.admission.try_acquire(name)
+
+    def report_failure(self, error: BaseException) -> None:
+        """Say that the component cannot go on. Fatal: the runtime stops and `serve` raises `error`."""
+        self._report(error)
+
+
+@runtime_checkable
+class RuntimeComponent(Protocol):
+    """A part with a life of its own, prepared, started and stopped by a `Runtime`. Nothing to inherit.
+
+    A component may also have `async caught_up()`: after `start`, the runtime opens its intake only when this returns.
+    """
+
+    async def prepare(self, context: RuntimeContext, /) -> None:
+        """Subscribe and open what is needed; process nothing yet. Before this call a component does nothing.
+
+        May be cancelled when a stop is requested during the start; `stop` is called then, as after a failure.
+        """
+        ...
+
+    def start(self) -> None:
+        """Begin to process, in tasks of the context's nursery. Every component of the runtime is prepared by now."""
+        ...
+
+    def quiesce(self) -> None:
+        """Take nothing more; what was taken goes on. Prompt, idempotent, safe before `prepare`."""
+        ...
+
+    async def stop(self) -> None:
+        """Wait until all that was taken has finished, then release what is held.
+
+        Cancellation: the deadline has passed; `force_stop` follows.
+        """
+        ...
+
+    def force_stop(self) -> None:
+        """Give up what is still running; the component's tasks are cancelled next. Prompt, idempotent, safe always."""
+        ...

@@ -1,0 +1,374 @@
+"""The lifecycle: one nursery tree, ordered start, ordered stop, one deadline."""
+
+import enum
+import logging
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from math import inf
+
+import trio
+
+from trio_wow.errors import HandlerExitError, RuntimeStateError, ShutdownDeadlineError
+from trio_wow.execution import KeyedExecutor, split_cancelled
+from trio_wow.runtime._admission import Admission
+from trio_wow.runtime._component import RuntimeComponent, RuntimeContext
+
+__all__ = ["Runtime", "RuntimeState"]
+
+_log = logging.getLogger("trio_wow.runtime")
+
+
+class RuntimeState(enum.Enum):
+    """Where a runtime is in its one life; it only ever moves forward, and may skip states."""
+
+    NEW = 0
+    """Nothing has been called. No task exists."""
+    STARTING = 1
+    """Components are being prepared and started, in order. Nothing is taken from outside."""
+    RUNNING = 2
+    """Every component has started and has caught up. Work from outside is taken."""
+    STOPPING = 3
+    """The deadline runs. Nothing more is taken from outside; what was taken is being finished."""
+    FORCE_STOPPING = 4
+    """The deadline has passed or a force was asked for. What still runs is being cancelled."""
+    STOPPED = 5
+    """No task is left."""
+
+
+class _Slot:
+    """A component's place in the tree: its cancel scope, its nursery once it has one, and how far it has come."""
+
+    nursery: trio.Nursery
+
+    def __init__(self, component: RuntimeComponent, name: str) -> None:
+        self.component = component
+        self.name = name
+        self.scope = trio.CancelScope()
+        self.prepared = False
+        self.released = trio.Event()
+        self.left = trio.Event()
+
+
+class Runtime:
+    """Starts components in order, serves until told to stop, and stops them in reverse order under one deadline.
+
+    One-shot: make a new one to start again.
+
+    Args:
+        components: prepared and started in this order, stopped in the reverse order.
+        executor: the executor that all components share; the runtime owns it and closes it last. `None` makes one.
+        shutdown_timeout: seconds from the stop request until what still runs is cancelled; positive and finite.
+        shutdown_quiet_period: seconds without any running operation before admission closes, so that the events of
+            the last commands still reach their processors. At least 0, less than `shutdown_timeout`; `None` for
+            a tenth of it, at most 1.
+        signals: whether SIGINT and SIGTERM ask for a stop and, the second time, force it. Only in the main thread;
+            elsewhere, and with `False`, signals are left to the host.
+
+    Raises:
+        ValueError: a number is out of its range.
+        TypeError: a component lacks a method of `RuntimeComponent`.
+    """
+
+    def __init__(
+        self,
+        components: Sequence[RuntimeComponent],
+        *,
+        executor: KeyedExecutor | None = None,
+        shutdown_timeout: float = 60.0,
+        shutdown_quiet_period: float | None = None,
+        signals: bool = True,
+    ) -> None:
+        if not 0 < shutdown_timeout < inf:
+            raise ValueError(f"shutdown_timeout must be a positive number of seconds, not {shutdown_timeout!r}")
+        if shutdown_quiet_period is None:
+            shutdown_quiet_period = min(1.0, shutdown_timeout / 10)
+        if not 0 <= shutdown_quiet_period < shutdown_timeout:
+            raise ValueError(
+                f"shutdown_quiet_period must be at least 0 and less than shutdown_timeout ({shutdown_timeout!r}), "
+                f"not {shutdown_quiet_period!r}"
+            )
+        for component in components:
+            if not isinstance(component, RuntimeComponent):
+                raise TypeError(
+                    f"{component!r} is no RuntimeComponent: it lacks one of prepare, start, quiesce, stop, force_stop"
+                )
+        self._slots = [_Slot(component, name) for component, name in zip(components, _names(components), strict=True)]
+        self._executor = executor if executor is not None else KeyedExecutor()
+        self._timeout = shutdown_timeout
+        self._quiet_period = shutdown_quiet_period
+        self._signals = signals
+        self._state = RuntimeState.NEW
+        self._admission = Admission()
+        self._token: trio.lowlevel.TrioToken | None = None
+        self._asked_early: str | None = None
+        self._stop_requested = trio.Event()
+        self._stopped = trio.Event()
+        self._served = False
+        self._start_scope = trio.CancelScope()
+        self._quiet_scope = trio.CancelScope()
+        self._graceful = trio.CancelScope()
+        self._forced_by: str | None = None
+        self._errors: list[BaseException] = []
+
+    @property
+    def state(self) -> RuntimeState:
+        """Where the runtime is in its life."""
+        return self._state
+
+    async def serve(self, *, task_status: trio.TaskStatus["Runtime"] = trio.TASK_STATUS_IGNORED) -> None:
+        """Start, serve until a stop is requested, stop in order, return.
+
+        `task_status.started(runtime)` is called when work from outside is taken. A stop request during the start rolls
+        the start back, and `serve` returns without having called it.
+
+        Raises:
+            RuntimeStateError: it was called before.
+            ShutdownDeadlineError: the stop was forced, by its deadline or by `force_stop`.
+            BaseException: what a component raised. A single error itself; several, a forced stop included, as a group
+                with the first one first. A `SystemExit` comes as `HandlerExitError`.
+
+        Cancellation: asks for a stop, finishes in order within the deadline, then `Cancelled` is raised.
+        """
+        if self._state is not RuntimeState.NEW:
+            raise RuntimeStateError("serve can be called only once; make a new Runtime", self._state.name)
+        self._state = RuntimeState.STARTING
+        self._token = trio.lowlevel.current_trio_token()
+        if self._asked_early is not None:
+            self._begin_stop()
+            if self._asked_early == "force":
+                self._force("force_stop()")
+        cancelled: BaseException | None = None
+        try:
+            async with trio.open_nursery() as watch:
+                watch.start_soon(self._watch_cancellation, name="runtime cancellation watch")
+                with trio.CancelScope(shield=True):
+                    await self._run(task_status)
+                watch.cancel_scope.cancel()
+        except BaseException as error:
+            cancelled, failure = split_cancelled(error)
+            if failure is not None:
+                self._errors.append(failure)
+        finally:
+            self._state = RuntimeState.STOPPED
+            self._stopped.set()
+        if cancelled is not None:
+            if not self._errors:
+                await trio.lowlevel.checkpoint_if_cancelled()
+                raise cancelled
+            self._errors.append(cancelled)
+        if len(self._errors) > 1:
+            raise BaseExceptionGroup("several errors in a runtime", self._errors)
+        if self._errors:
+            raise self._errors[0]
+
+    def request_stop(self) -> None:
+        """Ask for an ordered stop. Synchronous, idempotent, from any task or thread; before `serve`, it stops at once.
+
+        The deadline runs from the first request; a further one moves nothing.
+        """
+        self._ask("stop")
+
+    def force_stop(self) -> None:
+        """Cancel what still runs, now. Synchronous, idempotent, from any task or thread."""
+        self._ask("force")
+
+    async def wait_stopped(self) -> None:
+        """Wait until `serve` has ended, however it ended. Cancelling the wait moves nothing."""
+        await self._stopped.wait()
+
+    def _ask(self, what: str) -> None:
+        # Written before the token is read, as `serve` reads it after it wrote the token: one of the two sees the other.
+        self._asked_early = "force" if self._asked_early == "force" else what
+        if self._token is None:
+            return
+        act = self._begin_stop if what == "stop" else self._force_by_request
+        if trio.lowlevel.in_trio_run() and trio.lowlevel.current_trio_token() is self._token:
+            act()
+            return
+        try:
+            self._token.run_sync_soon(act, idempotent=True)
+        except trio.RunFinishedError:
+            return
+
+    def _force_by_request(self) -> None:
+        self._force("force_stop()")
+
+    def _begin_stop(self) -> None:
+        if self._state not in (RuntimeState.STARTING, RuntimeState.RUNNING):
+            return
+        self._state = RuntimeState.STOPPING
+        self._graceful.deadline = trio.current_time() + self._timeout
+        self._admission.close_intake()
+        self._stop_requested.set()
+        self._start_scope.cancel()
+
+    def _force(self, reason: str) -> None:
+        self._begin_stop()
+        if self._state is RuntimeState.STOPPING:
+            self._forced_by = self._forced_by or reason
+            self._graceful.cancel()
+
+    def _fail(self, error: BaseException) -> None:
+        """Take note of a fatal error: admission closes at once and nobody waits for quiet."""
+        self._errors.append(_without_exit(error))
+        self._admission.close()
+        self._begin_stop()
+        self._start_scope.cancel()
+        self._quiet_scope.cancel()
+
+    async def _watch_cancellation(self) -> None:
+        try:
+            await trio.sleep_forever()
+        except trio.Cancelled:
+            self._begin_stop()
+            raise
+
+    async def _watch_signals(self, *, task_status: trio.TaskStatus[None]) -> None:
+        with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as received:
+            task_status.started()
+            first = signal.Signals(await anext(received)).name
+            _log.info("%s: stopping within %s s; once more forces it", first, self._timeout)
+            self._begin_stop()
+            async for number in received:
+                self._force(f"a second signal ({signal.Signals(number).name})")
+
+    async def _run(self, task_status: trio.TaskStatus["Runtime"]) -> None:
+        async with trio.open_nursery() as tree:
+            if self._signals and threading.current_thread() is threading.main_thread():
+                await tree.start(self._watch_signals, name="runtime signals")
+            for slot in self._slots:
+                await tree.start(self._host, slot, name=f"component {slot.name}")
+            with self._start_scope:
+                await self._start()
+                self._state = RuntimeState.RUNNING
+                self._served = True
+                self._admission.open_intake()
+                task_status.started(self)
+            await self._stop_requested.wait()
+            await self._stop()
+            tree.cancel_scope.cancel()
+
+    async def _host(self, slot: _Slot, *, task_status: trio.TaskStatus[None]) -> None:
+        try:
+            with slot.scope:
+                async with trio.open_nursery() as slot.nursery:
+                    task_status.started()
+                    await slot.released.wait()
+        except BaseExceptionGroup as group:
+            # The nursery's own group, one layer: what a task raised stays as it is, groups included.
+            for error in group.exceptions:
+                self._fail(error)
+        finally:
+            slot.left.set()
+
+    async def _start(self) -> None:
+        try:
+            await trio.lowlevel.checkpoint_if_cancelled()
+            for slot in self._slots:
+                slot.prepared = True
+                await slot.component.prepare(
+                    RuntimeContext(slot.nursery, self._executor, self._stop_requested, self._admission, self._fail)
+                )
+            await trio.lowlevel.checkpoint_if_cancelled()
+            for slot in self._slots:
+                slot.component.start()
+            await self._catch_up()
+        except BaseException as error:
+            cancelled, failure = split_cancelled(error)
+            if failure is not None:
+                self._fail(failure)
+            if cancelled is not None:
+                raise cancelled from None
+        # A failure cancels the start scope; leave through it.
+        await trio.lowlevel.checkpoint_if_cancelled()
+
+    async def _catch_up(self) -> None:
+        waits = [wait for slot in self._slots if (wait := getattr(slot.component, "caught_up", None)) is not None]
+        try:
+            async with trio.open_nursery() as nursery:
+                for wait in waits:
+                    nursery.start_soon(wait)
+        except BaseExceptionGroup as group:
+            failures = [failure for error in group.exceptions if (failure := split_cancelled(error)[1]) is not None]
+            for failure in failures:
+                self._fail(failure)
+            if not failures:
+                raise
+
+    async def _stop(self) -> None:
+        prepared = [slot for slot in self._slots if slot.prepared]
+        with self._graceful:
+            if self._served and not self._errors:
+                with self._quiet_scope:
+                    await self._admission.wait_quiet(self._quiet_period)
+            self._admission.close()
+            for slot in prepared:
+                self._guarded(slot.component.quiesce)
+            for slot in reversed(prepared):
+                try:
+                    await slot.component.stop()
+                except BaseException as error:
+                    cancelled, failure = split_cancelled(error)
+                    if failure is not None:
+                        self._fail(failure)
+                    if cancelled is not None:
+                        raise cancelled from None
+                slot.released.set()
+                await slot.left.wait()
+            await self._executor.aclose()
+        if self._graceful.cancelled_caught:
+            await self._stop_by_force(prepared)
+        for slot in self._slots:
+            slot.released.set()
+
+    async def _stop_by_force(self, prepared: Sequence[_Slot]) -> None:
+        self._state = RuntimeState.FORCE_STOPPING
+        self._admission.close()
+        reason = self._forced_by or f"its deadline ({self._timeout} s)"
+        held = {slot.name: tuple(_task_names(slot.nursery)) for slot in reversed(prepared) if not slot.left.is_set()}
+        error = ShutdownDeadlineError(reason, held)
+        _log.error("%s", error)
+        for slot in reversed(prepared):
+            self._guarded(slot.component.force_stop)
+            slot.scope.cancel()
+        self._executor.force_stop()
+        for slot in prepared:
+            await slot.left.wait()
+        self._errors.append(error)
+
+    def _guarded(self, step: Callable[[], object]) -> None:
+        """Run one step of one component; its failure must not keep the others from stopping."""
+        try:
+            step()
+        except Exception as error:
+            self._fail(error)
+
+
+def _names(components: Sequence[object]) -> Iterator[str]:
+    """Yield a name for each component: its own `name`, else its class; numbered where that is taken."""
+    taken: dict[str, int] = {}
+    for component in components:
+        name = str(getattr(component, "name", None) or type(component).__name__)
+        taken[name] = taken.get(name, 0) + 1
+        yield name if taken[name] == 1 else f"{name} {taken[name]}"
+
+
+def _task_names(nursery: trio.Nursery) -> Iterator[str]:
+    for task in sorted(nursery.child_tasks, key=lambda task: task.name):
+        yield task.name
+        for inner in task.child_nurseries:
+            yield from _task_names(inner)
+
+
+def _without_exit(error: BaseException) -> BaseException:
+    """Replace each `SystemExit` in what was raised by a `HandlerExitError` that has it as its cause."""
+    if isinstance(error, SystemExit):
+        replaced = HandlerExitError(error.code)
+        replaced.__cause__ = error
+        return replaced
+    if isinstance(error, BaseExceptionGroup):
+        inner = [_without_exit(leaf) for leaf in error.exceptions]
+        if any(new is not old for new, old in zip(inner, error.exceptions, strict=True)):
+            return BaseExceptionGroup(error.message, inner).with_traceback(error.__traceback__)
+    return error
