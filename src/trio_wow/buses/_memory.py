@@ -70,8 +70,8 @@ class InMemoryReceiver(Generic[R]):
         self._arrived.set()
         self._topic.remove(self)
 
-    def request(self, count: int, /) -> None:
-        """See `DemandSource.request`."""
+    def add_demand(self, count: int, /) -> None:
+        """See `DemandSource.add_demand`."""
         overdrawn = self._room < 0
         self._room += count
         if self._closed:

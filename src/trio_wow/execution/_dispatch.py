@@ -107,7 +107,7 @@ class Dispatch(Generic[T]):
     async def _receive(self) -> None:
         try:
             if self._demand_source is not None:
-                self._demand_source.request(self._max_in_flight)
+                self._demand_source.add_demand(self._max_in_flight)
             while not self._halted:
                 while self._demand < 1:
                     await self._wait_progress()
@@ -237,7 +237,7 @@ class Dispatch(Generic[T]):
                 self._demand += count
             else:
                 try:
-                    self._demand_source.request(count)
+                    self._demand_source.add_demand(count)
                 except BaseException as broken:
                     self._fail(broken)
             self._progress.set()

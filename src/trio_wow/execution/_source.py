@@ -42,7 +42,7 @@ class DemandSource(BatchSource[T_co], Protocol[T_co]):
     accepts all that such a source returns; what exceeds its window is the window's overdraft.
     """
 
-    def request(self, count: int, /) -> None:
+    def add_demand(self, count: int, /) -> None:
         """Take note that `count` more items have room. Called first with the whole window, then with each lot.
 
         Called synchronously while an item finishes: it must not block, nor call back into the dispatch.
