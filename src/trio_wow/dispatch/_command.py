@@ -99,15 +99,17 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
 
     async def _publish(self, stream: DomainEventStream) -> bool:
         try:
-            await self._events.send(stream)
+            if not self._is_ending():
+                await self._events.send(stream)
+                return True
         except AdmissionClosedError:
-            _log.warning(
-                "version %s of %s is stored but not published, and its command not acknowledged: the runtime is ending",
-                stream.version,
-                stream.aggregate_id,
-            )
-            return False
-        return True
+            pass
+        _log.warning(
+            "version %s of %s is stored but not published, and its command not acknowledged: the runtime is ending",
+            stream.version,
+            stream.aggregate_id,
+        )
+        return False
 
 
 def _log_failure(message: CommandMessage, error: Exception) -> None:

@@ -107,6 +107,10 @@ class MessageDispatcher(ABC, Generic[M]):
             if await self.handle(exchange.message):
                 await exchange.acknowledge()
 
+    def _is_ending(self) -> bool:
+        """Whether the runtime is ending after a failure, so that what is sent or published now may reach nobody."""
+        return self._prepared().admission.is_closed
+
     def _prepared(self) -> RuntimeContext:
         if self._context is None:
             raise RuntimeError(f"{self.name} has not been prepared; put it into a Runtime")

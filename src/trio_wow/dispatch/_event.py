@@ -10,7 +10,7 @@ from attrs import frozen
 from trio_wow.buses import DomainEventBus
 from trio_wow.dispatch._dispatcher import MessageDispatcher
 from trio_wow.domain import Domain, ProcessorKind, processor_model
-from trio_wow.errors import AdmissionClosedError, ConfigurationError
+from trio_wow.errors import ConfigurationError
 from trio_wow.messages import DomainEvent, DomainEventStream
 
 __all__ = ["EventDispatcher", "ProjectionDispatcher"]
@@ -87,17 +87,12 @@ class EventDispatcher(MessageDispatcher[DomainEventStream]):
                     if isawaitable(result):
                         result = await result
                     await self._answer(function, event, result)
-                except AdmissionClosedError:
-                    # The runtime is ending after a failure and takes nothing that this function sends.
-                    return False
                 except Exception:
-                    _log.exception(
-                        "%s failed on %s, version %s of %s",
-                        function.name,
-                        type(body).__name__,
-                        message.version,
-                        message.aggregate_id,
-                    )
+                    where = (function.name, type(body).__name__, message.version, message.aggregate_id)
+                    if self._is_ending():
+                        _log.warning("%s did not finish %s, version %s of %s: the runtime is ending", *where)
+                        return False
+                    _log.exception("%s failed on %s, version %s of %s", *where)
         return True
 
     async def _answer(self, function: BoundFunction, event: DomainEvent[object], result: object) -> None:

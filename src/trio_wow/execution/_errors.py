@@ -14,5 +14,6 @@ def split_cancelled(error: BaseException) -> tuple[BaseException | None, BaseExc
     if isinstance(error, trio.Cancelled):
         return error, None
     if isinstance(error, BaseExceptionGroup):
-        return error.split(trio.Cancelled)
+        cancelled, failure = error.split(trio.Cancelled)
+        return (cancelled, failure) if cancelled is not None else (None, error)
     return None, error

@@ -1,0 +1,517 @@
+"""Dispatchers in a running runtime: the command pipeline, processors, sagas, and what happens when a part fails."""
+
+import logging
+import random
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import trio
+from attrs import frozen
+from chain_domain import (
+    Answering,
+    Break,
+    Chain,
+    Ignore,
+    Note,
+    Notebook,
+    Noted,
+    Refuse,
+    Step,
+    Stepped,
+    Steps,
+    Twice,
+    Unwritable,
+)
+from support import collect, task_names
+from trio.testing import MockClock, wait_all_tasks_blocked
+
+from trio_wow import App, CommandGateway, DomainEvent, event_processor, on_event, projection, saga
+from trio_wow.buses import InMemoryCommandBus, InMemoryDomainEventBus
+from trio_wow.dispatch import CommandDispatcher, EventDispatcher, ProjectionDispatcher, SagaDispatcher
+from trio_wow.domain import Domain
+from trio_wow.errors import (
+    CommandFailedError,
+    ConfigurationError,
+    HandlerExitError,
+    ShutdownDeadlineError,
+    VersionConflictError,
+)
+from trio_wow.eventsourcing import InMemoryEventStore
+from trio_wow.execution import KeyedExecutor
+from trio_wow.messages import CommandError, DomainEventStream, Serializer
+from trio_wow.runtime import Runtime
+
+
+async def stored(app: App, id: str) -> Sequence[DomainEventStream]:
+    return await app.store.load(app.domain.model_of(app.domain.command_message(Step(id)).aggregate_id).aggregate_id(id))
+
+
+class Jittery(InMemoryEventStore):
+    def __init__(self, serializer: Serializer, rng: random.Random) -> None:
+        super().__init__(serializer)
+        self.rng = rng
+
+    async def append(self, stream: DomainEventStream) -> None:
+        for _ in range(self.rng.randrange(3)):
+            await trio.lowlevel.checkpoint()
+        await super().append(stream)
+
+
+@asynccontextmanager
+async def serving(app: App, **options: Any) -> AsyncIterator[CommandGateway]:
+    async with app.serving(app.runtime(**{"signals": False, "shutdown_quiet_period": 0, **options})) as gateway:
+        yield gateway
+
+
+class TestCommands:
+    async def test_a_command_becomes_a_stored_and_published_stream(self) -> None:
+        steps = Steps()
+        app = App([Chain], [steps])
+        async with serving(app) as gateway:
+            result = await gateway.send_and_wait(Step("a", 7), request_id="r1", headers={"trace": "t"})
+            assert (result.version, result.error) == (1, None)
+            assert (await gateway.send_and_wait(Twice("a"))).version == 2
+        first, second = await stored(app, "a")
+        assert first.events == (Stepped(7),)
+        assert (first.version, first.request_id, first.headers) == (1, "r1", {"trace": "t"})
+        assert first.command_id == result.command_id
+        assert second.events == (Stepped(100), Stepped(101))
+        assert steps.of == {"a": [7, 100, 101]}
+        assert steps.versions == {"a": [1, 2, 2]}
+
+    @pytest.mark.parametrize(
+        ("command", "error"),
+        [
+            (Refuse("a", "no more"), CommandError("CommandRejectedError", "no more")),
+            (Break("a"), CommandError("ZeroDivisionError", "cannot be applied")),
+        ],
+    )
+    async def test_a_failing_command_is_a_result_and_stores_and_publishes_nothing(
+        self, command: object, error: CommandError
+    ) -> None:
+        steps = Steps()
+        app = App([Chain], [steps])
+        async with serving(app) as gateway:
+            result = await gateway.send_and_wait(command)
+            assert (result.version, result.error) == (None, error)
+            with pytest.raises(CommandFailedError, match=f"{error.code}: {error.text}"):
+                result.raise_for_error()
+            assert (await gateway.send_and_wait(Step("a"))).version == 1
+        assert len(await stored(app, "a")) == 1
+        assert steps.of == {"a": [0]}
+
+    async def test_an_event_that_cannot_be_written_fails_its_command(self) -> None:
+        app = App([Chain])
+        async with serving(app) as gateway:
+            result = await gateway.send_and_wait(Unwritable("a"))
+            assert result.error is not None
+            assert result.error.code == "SerializationError"
+        assert await stored(app, "a") == []
+
+    async def test_a_rule_that_refuses_is_no_fault_and_a_bug_is_logged_with_its_traceback(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        async with serving(App([Chain])) as gateway:
+            await gateway.send_and_wait(Refuse("a"))
+            assert not caplog.records
+            await gateway.send_and_wait(Break("a"))
+        (record,) = caplog.records
+        assert record.getMessage() == "Break for chains.chain/a failed"
+        assert record.exc_info
+
+    async def test_a_command_without_events_stores_nothing_and_is_not_remembered(self) -> None:
+        app = App([Chain])
+        async with serving(app) as gateway:
+            for _ in range(2):
+                result = await gateway.send_and_wait(Ignore("a"), request_id="same")
+                assert (result.version, result.error) == (None, None)
+        assert await stored(app, "a") == []
+
+    async def test_a_request_is_stored_once_and_its_stream_published_again(self) -> None:
+        steps = Steps()
+        app = App([Chain], [steps])
+        async with serving(app) as gateway:
+            await gateway.send_and_wait(Step("a", 1), request_id="r")
+            await gateway.send_and_wait(Step("a", 2))
+            again = await gateway.send_and_wait(Step("a", 3), request_id="r")
+            assert again.version == 1
+            assert again.error is not None
+            assert again.error.code == "DuplicateRequestIdError"
+            other = await gateway.send_and_wait(Step("b", 4), request_id="r")
+            assert other.error is None
+        assert [stream.events[0] for stream in await stored(app, "a")] == [Stepped(1), Stepped(2)]
+        assert steps.of["a"] == [1, 2, 1]
+
+    async def test_a_duplicate_is_found_before_the_aggregate_decides(self) -> None:
+        app = App([Chain])
+        async with serving(app) as gateway:
+            await gateway.send_and_wait(Step("a", 1), request_id="r")
+            again = await gateway.send_and_wait(Refuse("a"), request_id="r")
+            assert again.error is not None
+            assert again.error.code == "DuplicateRequestIdError"
+
+    async def test_another_tenant_is_refused(self) -> None:
+        app = App([Chain])
+        async with serving(app) as gateway:
+            await gateway.send_and_wait(Step("a"), tenant="mine", request_id="r")
+            for request_id in ("other", "r"):
+                result = await gateway.send_and_wait(Step("a"), tenant="yours", request_id=request_id)
+                assert result.error is not None
+                assert result.error.code == "TenantMismatchError"
+        assert len(await stored(app, "a")) == 1
+
+    async def test_when_the_append_fails_nothing_is_published(self) -> None:
+        class Conflicting(InMemoryEventStore):
+            async def append(self, stream: DomainEventStream) -> None:
+                raise VersionConflictError(stream.aggregate_id, 0, 1)
+
+        steps = Steps()
+        domain = Domain([Chain])
+        async with serving(App(domain, [steps], store=Conflicting(domain.serializer))) as gateway:
+            result = await gateway.send_and_wait(Step("a"))
+            assert result.error is not None
+            assert result.error.code == "VersionConflictError"
+        assert steps.of == {}
+
+    async def test_one_aggregates_commands_run_in_the_order_sent_and_others_beside_them(
+        self, autojump_clock: MockClock
+    ) -> None:
+        class Slow(InMemoryEventStore):
+            async def append(self, stream: DomainEventStream) -> None:
+                await trio.sleep(1)
+                await super().append(stream)
+
+        domain = Domain([Chain])
+        app = App(domain, store=Slow(domain.serializer))
+        start = trio.current_time()
+        async with serving(app) as gateway:
+            for number in range(5):
+                for id in "abcd":
+                    await gateway.send(Step(id, number))
+        assert trio.current_time() - start == pytest.approx(5)
+        for id in "abcd":
+            assert [stream.events[0] for stream in await stored(app, id)] == [Stepped(number) for number in range(5)]
+
+    async def test_the_steps_of_a_command_happen_in_the_order_of_the_design(self) -> None:
+        log: list[str] = []
+
+        class Store(InMemoryEventStore):
+            async def append(self, stream: DomainEventStream) -> None:
+                await super().append(stream)
+                log.append("append")
+
+        class Events(InMemoryDomainEventBus):
+            async def send(self, message: DomainEventStream) -> None:
+                log.append("publish")
+                await super().send(message)
+
+        class Results:
+            def processed(self, result: object, /) -> None:
+                log.append("processed")
+
+        domain = Domain([Chain])
+        commands = InMemoryCommandBus()
+        gateway = CommandGateway(domain, commands)
+        dispatcher = CommandDispatcher(domain, commands, Store(domain.serializer), Events(), results=Results())
+        runtime = Runtime([dispatcher, gateway], signals=False, shutdown_quiet_period=0)
+        async with trio.open_nursery() as nursery:
+            await nursery.start(runtime.serve)
+            await gateway.send(Step("a"))
+            runtime.request_stop()
+        assert log == ["append", "publish", "processed"]
+
+
+class TestProcessors:
+    async def test_every_function_of_an_event_runs_and_one_that_fails_is_logged(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        seen: list[object] = []
+
+        @event_processor
+        class Bad:
+            @on_event
+            def stepped(self, event: Stepped) -> None:
+                raise LookupError("no such thing")
+
+        @event_processor
+        class Good:
+            @on_event
+            async def stepped(self, event: Stepped) -> None:
+                await trio.lowlevel.checkpoint()
+                seen.append(event)
+
+            @on_event
+            def envelope(self, event: DomainEvent[Stepped]) -> None:
+                seen.append((str(event.aggregate_id), event.version, event.sequence, event.headers))
+
+        async with serving(App([Chain], [Bad(), Good()])) as gateway:
+            await gateway.send_and_wait(Twice("a"), headers={"h": "1"})
+        assert seen == [
+            Stepped(100),
+            ("chains.chain/a", 1, 1, {"h": "1"}),
+            Stepped(101),
+            ("chains.chain/a", 1, 2, {"h": "1"}),
+        ]
+        assert [record.getMessage() for record in caplog.records] == [
+            "Bad.stepped failed on Stepped, version 1 of chains.chain/a"
+        ] * 2
+
+    async def test_k1_one_receiver_for_each_bounded_context_in_the_group_of_the_dispatcher(self) -> None:
+        @projection
+        class Everything:
+            @on_event
+            def stepped(self, event: Stepped) -> None: ...
+
+            @on_event
+            def noted(self, event: Noted) -> None: ...
+
+        app = App([Chain, Notebook], [Everything(), Answering(0)])
+        async with serving(app):
+            await wait_all_tasks_blocked()
+            receivers = sorted(name for name in task_names() if name.startswith("receiver"))
+            assert receivers == ["receiver chains"] * 3 + ["receiver notes"] * 2
+            components = [name for name in task_names() if name.startswith("component")]
+            assert sorted(components) == [
+                "component command-dispatcher",
+                "component command-gateway",
+                "component projection-dispatcher",
+                "component saga-dispatcher",
+            ]
+            assert set(app._events._topics["chains"].groups) == {"projection-dispatcher", "saga-dispatcher"}
+
+    async def test_a_projection_sees_each_aggregates_events_in_version_order(self, autojump_clock: MockClock) -> None:
+        for seed in range(20):
+            rng = random.Random(seed)
+            steps = Steps()
+
+            domain = Domain([Chain])
+            store = Jittery(domain.serializer, rng)
+            async with serving(App(domain, [steps], store=store), executor=KeyedExecutor(max_in_flight=8)) as gateway:
+                async with trio.open_nursery() as nursery:
+                    for number in range(50):
+                        nursery.start_soon(gateway.send, Step(rng.choice("abc"), number))
+            assert {id: list(range(1, len(v) + 1)) for id, v in steps.versions.items()} == steps.versions, seed
+
+    def test_processors_of_the_wrong_kind_and_unknown_events_are_refused_together(self) -> None:
+        @frozen
+        class Foreign:
+            pass
+
+        @projection
+        class Wrong:
+            @on_event
+            def foreign(self, event: Foreign) -> None: ...
+
+        domain = Domain([Chain])
+        with pytest.raises(ConfigurationError) as caught:
+            EventDispatcher([Wrong(), Answering(0)], domain, InMemoryDomainEventBus())
+        assert caught.value.problems == (
+            "Wrong is a @projection; EventDispatcher takes a @event_processor",
+            "Wrong.foreign handles Foreign, which no aggregate of the domain sources",
+            "Answering is a @saga; EventDispatcher takes a @event_processor",
+        )
+        with pytest.raises(ConfigurationError, match="no aggregate of the domain sources"):
+            ProjectionDispatcher([Wrong()], domain, InMemoryDomainEventBus())
+        with pytest.raises(ConfigurationError, match="no aggregate of the domain sources"):
+            App([Chain], [Wrong()])
+        with pytest.raises(TypeError, match="is no processor"):
+            App([Chain], [object()])
+
+
+class TestSagas:
+    async def test_commands_go_out_with_request_ids_of_their_event_and_role(self) -> None:
+        @saga
+        class Notes:
+            @on_event
+            def stepped(self, event: DomainEvent[Stepped]) -> list[Note]:
+                return [Note("book", f"{event.aggregate_id.id}{n}") for n in range(2)]
+
+        app = App([Chain, Notebook], [Notes()])
+        async with serving(app) as gateway:
+            await gateway.send_and_wait(Step("a"), request_id="r", tenant="mine")
+            await gateway.send_and_wait(Step("a"), request_id="r", tenant="mine")  # published again, sent again
+        (cause,) = await stored(app, "a")
+        notes = await app.store.load(app.domain.command_message(Note("book", "")).aggregate_id)
+        assert [stream.events[0] for stream in notes] == [Noted("a0"), Noted("a1")]
+        assert [stream.request_id for stream in notes] == [f"{cause.id}/1/Notes.stepped/{n}" for n in range(2)]
+        assert {stream.aggregate_id.tenant for stream in notes} == {"mine"}
+
+    async def test_a_command_that_cannot_go_out_is_logged(self, caplog: pytest.LogCaptureFixture) -> None:
+        @frozen
+        class Nowhere:
+            id: str
+
+        @saga
+        class Lost:
+            @on_event
+            def stepped(self, event: Stepped) -> Nowhere:
+                return Nowhere("x")
+
+        async with serving(App([Chain], [Lost()])) as gateway:
+            await gateway.send_and_wait(Step("a"))
+        (record,) = caplog.records
+        assert record.getMessage().startswith("Lost.stepped failed on Stepped")
+        assert record.exc_info
+        assert "no aggregate handles Nowhere" in str(record.exc_info[1])
+
+    async def test_a_command_that_nobody_receives_is_logged(self, caplog: pytest.LogCaptureFixture) -> None:
+        domain = Domain([Chain])
+        commands, events = InMemoryCommandBus(), InMemoryDomainEventBus()
+        gateway = CommandGateway(domain, commands)
+        dispatcher = CommandDispatcher(domain, commands, InMemoryEventStore(domain.serializer), events, results=gateway)
+        lost = SagaDispatcher([Answering(1)], domain, events, InMemoryCommandBus())
+        runtime = Runtime([dispatcher, lost, gateway], signals=False, shutdown_quiet_period=0)
+        async with trio.open_nursery() as nursery:
+            await nursery.start(runtime.serve)
+            await gateway.send_and_wait(Step("a"))
+            runtime.request_stop()
+        assert "nobody receives commands for chains.chain/a" in caplog.text
+
+    @pytest.mark.parametrize("seed", range(5))
+    async def test_two_windows_that_feed_each_other_do_not_lock(self, seed: int) -> None:
+        """A window of 4, 8 senders, 100 commands, and a saga that answers the first 5 events of each chain."""
+        steps = Steps()
+        app = App([Chain], [Answering(5), steps])
+        with trio.fail_after(60):
+            async with serving(app, executor=KeyedExecutor(max_in_flight=4)) as gateway:
+
+                async def sender(which: int) -> None:
+                    for n in range(which, 100, 8):
+                        await gateway.send(Step(f"chain {n}"))
+
+                async with trio.open_nursery() as nursery:
+                    for which in range(8):
+                        nursery.start_soon(sender, which)
+        assert steps.of == {f"chain {n}": [0, 1, 2, 3, 4, 5] for n in range(100)}
+
+    async def test_commands_that_wait_for_one_another_do_not_lock(self) -> None:
+        """Every place of the window is held by a handler that sends a command and waits for its result."""
+
+        @event_processor
+        class Waiting:
+            @on_event
+            async def stepped(self, event: DomainEvent[Stepped]) -> None:
+                if event.body.number < 3:
+                    (await gateway.send_and_wait(Step(event.aggregate_id.id, event.body.number + 1))).raise_for_error()
+
+        steps = Steps()
+        with trio.fail_after(60):
+            async with serving(App([Chain], [Waiting(), steps]), executor=KeyedExecutor(max_in_flight=2)) as gateway:
+                async with trio.open_nursery() as nursery:
+                    for n in range(10):
+                        nursery.start_soon(gateway.send, Step(str(n)))
+        assert steps.of == {str(n): [0, 1, 2, 3] for n in range(10)}
+
+
+class TestStop:
+    @pytest.mark.parametrize("period", [0, 0.5])
+    async def test_a_stop_in_the_middle_of_chains_lets_them_end(self, autojump_clock: MockClock, period: float) -> None:
+        for seed in range(30):
+            rng = random.Random(seed)
+            steps = Steps()
+            app = App([Chain], [Answering(5), steps])
+            runtime = app.runtime(
+                signals=False,
+                shutdown_quiet_period=period,
+                executor=KeyedExecutor(max_in_flight=rng.choice((1, 4, 256))),
+            )
+            async with trio.open_nursery() as nursery:
+                await nursery.start(runtime.serve)
+                accepted = []
+                for n in range(rng.randrange(1, 6)):
+                    await app.gateway.send(Step(str(n)))
+                    accepted.append(str(n))
+                for _ in range(rng.randrange(40)):
+                    await trio.lowlevel.checkpoint()
+                runtime.request_stop()
+            assert steps.of == {id: [0, 1, 2, 3, 4, 5] for id in accepted}, f"seed {seed}"
+
+    async def test_a_forced_stop_leaves_the_command_unfinished(self, autojump_clock: MockClock) -> None:
+        class Stuck(InMemoryEventStore):
+            async def append(self, stream: DomainEventStream) -> None:
+                await trio.sleep_forever()
+
+        domain = Domain([Chain])
+        app = App(domain, store=Stuck(domain.serializer))
+        with pytest.raises(ExceptionGroup) as caught:
+            async with serving(app, shutdown_timeout=5) as gateway:
+                await gateway.send(Step("a"))
+        error = caught.value.exceptions[0]
+        assert isinstance(error, ShutdownDeadlineError)
+        assert error.held["command-dispatcher"] == ("receiver chains", "mailbox chains.chain/a")
+        assert await stored(app, "a") == []
+
+    async def test_k11_a_handler_that_exits_ends_the_runtime_with_an_error(self) -> None:
+        @event_processor
+        class Exiting:
+            @on_event
+            def stepped(self, event: Stepped) -> None:
+                raise SystemExit(0)
+
+        steps = Steps()
+        app = App([Chain], [Exiting(), steps])
+        error = await collect(partial(_serve_and_send, app, Step("a")))
+        assert isinstance(error, ExceptionGroup)
+        assert isinstance(error.exceptions[0], HandlerExitError)
+        assert error.exceptions[0].code == 0
+
+    async def test_a_stored_stream_that_a_failing_runtime_does_not_publish_is_not_acknowledged(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        appended, failed = trio.Event(), trio.Event()
+
+        class Waiting(InMemoryEventStore):
+            async def append(self, stream: DomainEventStream) -> None:
+                await super().append(stream)
+                appended.set()
+                await failed.wait()
+
+        class Failing:
+            name = "failing"
+
+            async def prepare(self, context: Any, /) -> None:
+                self.context = context
+
+            def start(self) -> None: ...
+
+            def quiesce(self) -> None: ...
+
+            async def stop(self) -> None: ...
+
+            def force_stop(self) -> None: ...
+
+        domain, failing, steps = Domain([Chain]), Failing(), Steps()
+        commands, events = InMemoryCommandBus(), InMemoryDomainEventBus()
+        gateway = CommandGateway(domain, commands)
+        store = Waiting(domain.serializer)
+        dispatcher = CommandDispatcher(domain, commands, store, events, results=gateway)
+        projections = ProjectionDispatcher([steps], domain, events)
+        runtime = Runtime([dispatcher, projections, failing, gateway], signals=False)
+        with pytest.raises(ExceptionGroup) as caught, caplog.at_level(logging.WARNING):
+            async with trio.open_nursery() as nursery:
+                await nursery.start(runtime.serve)
+                await gateway.send(Step("a"))
+                await appended.wait()
+                failing.context.report_failure(OSError("disk"))
+                failed.set()
+        assert [type(error) for error in caught.value.exceptions] == [OSError]
+        assert "version 1 of chains.chain/a is stored but not published" in caplog.text
+        assert steps.of == {}
+
+    async def test_an_application_can_be_served_again(self) -> None:
+        steps = Steps()
+        app = App([Chain], [steps])
+        for number in range(2):
+            async with serving(app) as gateway:
+                assert (await gateway.send_and_wait(Step("a", number))).version == number + 1
+        assert steps.of == {"a": [0, 1]}
+
+
+async def _serve_and_send(app: App, command: object) -> None:
+    runtime = app.runtime(signals=False)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(runtime.serve)
+        await app.gateway.send(command)

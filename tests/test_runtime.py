@@ -1,0 +1,644 @@
+"""The lifecycle: ordered start and stop, one deadline, failures, signals."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import trio
+from support import ListSource, collect, task_names
+from trio.testing import MockClock, wait_all_tasks_blocked
+
+from trio_wow.errors import ExecutorClosedError, HandlerExitError, RuntimeStateError, ShutdownDeadlineError
+from trio_wow.execution import KeyedExecutor
+from trio_wow.runtime import ActivityLease, Admission, Runtime, RuntimeContext
+
+
+class Part:
+    """A component that writes down each step, and does in it what the test says."""
+
+    def __init__(self, name: str, log: list[str], **steps: Callable[..., Any]) -> None:
+        self.name = name
+        self.log = log
+        self.steps = steps
+        self.context: RuntimeContext | None = None
+
+    async def _step(self, step: str) -> None:
+        self.log.append(f"{step} {self.name}")
+        if step in self.steps:
+            result = self.steps[step](self)
+            if isinstance(result, Awaitable):
+                await result
+
+    def _plain(self, step: str) -> None:
+        self.log.append(f"{step} {self.name}")
+        if step in self.steps:
+            self.steps[step](self)
+
+    async def prepare(self, context: RuntimeContext, /) -> None:
+        self.context = context
+        await self._step("prepare")
+
+    def start(self) -> None:
+        self._plain("start")
+
+    def quiesce(self) -> None:
+        self._plain("quiesce")
+
+    async def stop(self) -> None:
+        await self._step("stop")
+
+    def force_stop(self) -> None:
+        self._plain("force_stop")
+
+    def spawn(self, work: Callable[..., Awaitable[object]], name: str | None = None) -> None:
+        assert self.context is not None
+        self.context.nursery.start_soon(work, name=name)
+
+
+class CatchingUp(Part):
+    async def caught_up(self) -> None:
+        await self._step("caught_up")
+
+
+def raising(error: BaseException) -> Callable[..., None]:
+    def step(part: Part) -> None:
+        raise error
+
+    return step
+
+
+async def sleeping(part: object) -> None:
+    await trio.sleep_forever()
+
+
+async def shielded(seconds: float) -> None:
+    with trio.CancelScope(shield=True):
+        await trio.sleep(seconds)
+
+
+def quick(components: list[Any], **options: Any) -> Runtime:
+    return Runtime(components, **{"signals": False, "shutdown_timeout": 10, "shutdown_quiet_period": 0, **options})
+
+
+class TestOrder:
+    async def test_prepares_all_then_starts_all_and_stops_in_reverse(self, autojump_clock: MockClock) -> None:
+        log: list[str] = []
+        runtime = quick([CatchingUp(name, log) for name in "abc"])
+        assert runtime.state.name == "NEW"
+        async with trio.open_nursery() as nursery:
+            assert await nursery.start(runtime.serve) is runtime
+            assert runtime.state.name == "RUNNING"
+            assert log[:6] == ["prepare a", "prepare b", "prepare c", "start a", "start b", "start c"]
+            assert sorted(log[6:]) == ["caught_up a", "caught_up b", "caught_up c"]
+            log.clear()
+            runtime.request_stop()
+            assert runtime.state.name == "STOPPING"
+            runtime.request_stop()
+            await runtime.wait_stopped()
+        assert runtime.state.name == "STOPPED"
+        assert log == ["quiesce a", "quiesce b", "quiesce c", "stop c", "stop b", "stop a"]
+
+    async def test_the_task_tree_reads_like_the_design(self) -> None:
+        done = trio.Event()
+        runtime = quick([Part("a", [], start=lambda part: part.spawn(done.wait, "work of a"))])
+        async with trio.open_nursery() as nursery:
+            await nursery.start(runtime.serve)
+            assert {"component a", "work of a"} <= set(task_names())
+            done.set()
+            runtime.request_stop()
+
+    async def test_nothing_comes_in_before_everything_has_caught_up(self, autojump_clock: MockClock) -> None:
+        log: list[str] = []
+
+        async def catch_up(part: Part) -> None:
+            assert part.context is not None
+            await trio.sleep(5)
+            log.append(f"intake open: {part.context.admission.intake_is_open}")
+            lease = part.context.try_acquire("catch-up")
+            assert lease is not None
+            lease.close()
+
+        part = CatchingUp("a", log, caught_up=catch_up)
+        runtime = quick([part, CatchingUp("b", log, caught_up=catch_up)])
+        start = trio.current_time()
+        async with trio.open_nursery() as nursery:
+            await nursery.start(runtime.serve)
+            assert trio.current_time() - start == 5  # side by side
+            assert log[-2:] == ["intake open: False"] * 2
+            assert part.context is not None
+            assert part.context.admission.intake_is_open
+            runtime.request_stop()
+
+    async def test_each_component_stops_wholly_before_the_one_before_it(self, autojump_clock: MockClock) -> None:
+        log: list[str] = []
+
+        async def stop(part: Part) -> None:
+            await trio.sleep(1)
+            log.append(f"stopped {part.name}")
+
+        async with trio.open_nursery() as nursery:
+            runtime = await nursery.start(quick([Part(name, log, stop=stop) for name in "ab"]).serve)
+            runtime.request_stop()
+        assert log[-4:] == ["stop b", "stopped b", "stop a", "stopped a"]
+
+    async def test_the_executor_is_closed_after_the_last_component(self) -> None:
+        log: list[str] = []
+        executor = KeyedExecutor()
+
+        async def stop(part: Part) -> None:
+            assert part.context is not None
+            assert part.context.executor is executor
+            await executor.dispatch(ListSource([1]), key=lambda n: n, handler=lambda n: log.append("dispatched"))
+
+        async with trio.open_nursery() as nursery:
+            runtime = await nursery.start(quick([Part("a", log, stop=stop)], executor=executor).serve)
+            runtime.request_stop()
+        assert log[-1] == "dispatched"
+        with pytest.raises(ExecutorClosedError):
+            await executor.dispatch(ListSource([1]), key=lambda n: n, handler=lambda n: None)
+
+    async def test_a_runtime_serves_once(self) -> None:
+        runtime = quick([])
+        runtime.request_stop()
+        await runtime.serve()
+        with pytest.raises(RuntimeStateError, match=r"serve can be called only once; .* \(the runtime is STOPPED\)"):
+            await runtime.serve()
+
+    async def test_components_of_one_class_have_names_of_their_own(self) -> None:
+        class Nameless(Part):
+            name = ""
+
+            def __init__(self) -> None:
+                super().__init__("", [])
+
+        runtime = quick([Nameless(), Nameless()])
+        async with trio.open_nursery() as nursery:
+            await nursery.start(runtime.serve)
+            assert {"component Nameless", "component Nameless 2"} <= set(task_names())
+            runtime.request_stop()
+
+
+class TestStart:
+    @pytest.mark.parametrize("step", ["prepare", "start", "caught_up"])
+    async def test_fs12_a_failed_start_stops_what_was_prepared_in_reverse(self, step: str) -> None:
+        log: list[str] = []
+        error = OSError("port taken")
+        parts = [CatchingUp("a", log), CatchingUp("b", log, **{step: raising(error)}), CatchingUp("c", log)]
+        started: list[Runtime] = []
+        with pytest.raises(OSError, match="port taken") as caught:
+            await quick(parts).serve(task_status=_Status(started))
+        assert caught.value is error
+        stops = [line for line in log if line.startswith("stop ")]
+        assert stops == (["stop b", "stop a"] if step == "prepare" else ["stop c", "stop b", "stop a"])
+        assert ("start c" in log) == (step == "caught_up")
+        assert started == []
+
+    async def test_fs12_errors_of_the_roll_back_come_after_the_first_and_stop_nothing(self) -> None:
+        log: list[str] = []
+        parts = [
+            Part("a", log),
+            Part("b", log, stop=raising(ValueError("stop b")), quiesce=raising(LookupError("quiesce b"))),
+            Part("c", log, start=raising(OSError("start c"))),
+            Part("d", log),
+        ]
+        with pytest.raises(ExceptionGroup) as caught:
+            await quick(parts).serve()
+        assert [repr(error) for error in caught.value.exceptions] == [
+            "OSError('start c')",
+            "LookupError('quiesce b')",
+            "ValueError('stop b')",
+        ]
+        assert [line for line in log if line.startswith("stop")] == ["stop d", "stop c", "stop b", "stop a"]
+        assert "start d" not in log
+
+    @pytest.mark.parametrize("step", ["prepare", "caught_up"])
+    async def test_fs12_a_stop_during_the_start_rolls_it_back_and_serve_returns(self, step: str) -> None:
+        log: list[str] = []
+        started: list[Runtime] = []
+        parts = [CatchingUp("a", log), CatchingUp("b", log, **{step: sleeping}), CatchingUp("c", log)]
+        runtime = quick(parts)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(lambda: runtime.serve(task_status=_Status(started)))
+            await wait_all_tasks_blocked()
+            assert runtime.state.name == "STARTING"
+            runtime.request_stop()
+        assert runtime.state.name == "STOPPED"
+        stops = [line for line in log if line.startswith("stop ")]
+        assert stops == (["stop b", "stop a"] if step == "prepare" else ["stop c", "stop b", "stop a"])
+        assert started == []
+
+    async def test_a_stop_asked_before_serve_starts_nothing(self) -> None:
+        log: list[str] = []
+        runtime = quick([Part("a", log)])
+        runtime.request_stop()
+        assert runtime.state.name == "NEW"
+        await runtime.serve()
+        assert log == []
+        assert runtime.state.name == "STOPPED"
+
+    async def test_a_stop_asked_by_a_component_that_starts(self) -> None:
+        log: list[str] = []
+        runtime = quick([Part("a", log, start=lambda _: runtime.request_stop()), Part("b", log)])
+        await runtime.serve()
+        assert log[-2:] == ["stop b", "stop a"]
+
+
+class TestFailure:
+    async def test_a_task_that_fails_ends_the_runtime_with_its_error(self, autojump_clock: MockClock) -> None:
+        log: list[str] = []
+        error = ValueError("broken")
+
+        async def fail() -> None:
+            await trio.sleep(1)
+            raise error
+
+        parts = [Part("a", log), Part("b", log, start=lambda part: part.spawn(fail)), Part("c", log)]
+        start = trio.current_time()
+        with pytest.raises(ValueError, match="broken") as caught:
+            await quick(parts, shutdown_quiet_period=5).serve()
+        assert caught.value is error
+        assert log[-6:] == ["quiesce a", "quiesce b", "quiesce c", "stop c", "stop b", "stop a"]
+        assert trio.current_time() - start == 1
+
+    async def test_a_failure_closes_admission_at_once_and_waits_for_no_quiet(self, autojump_clock: MockClock) -> None:
+        log: list[str] = []
+        part = Part("a", log)
+        seen: list[tuple[bool, float]] = []
+
+        def quiesce(part: Part) -> None:
+            assert part.context is not None
+            seen.append((part.context.try_acquire() is None, trio.current_time() - failed_at))
+
+        part.steps = {"quiesce": quiesce}
+        runtime = quick([part], shutdown_quiet_period=5)
+        with pytest.raises(ExceptionGroup) as caught:
+            async with trio.open_nursery() as nursery:
+                await nursery.start(runtime.serve)
+                assert part.context is not None
+                lease = part.context.try_acquire("never closed")
+                failed_at = trio.current_time()
+                part.context.report_failure(ValueError("reported"))
+                assert part.context.try_acquire() is None
+        assert caught.group_contains(ValueError, match="reported")
+        assert seen == [(True, 0.0)]
+        assert lease is not None
+
+    async def test_a_failure_during_the_quiet_period_ends_it(self, autojump_clock: MockClock) -> None:
+        part = Part("a", [])
+        runtime = quick([part], shutdown_timeout=100, shutdown_quiet_period=50)
+        with pytest.raises(ExceptionGroup):
+            async with trio.open_nursery() as nursery:
+                await nursery.start(runtime.serve)
+                runtime.request_stop()
+                await trio.sleep(1)
+                start = trio.current_time()
+                assert part.context is not None
+                part.context.report_failure(ValueError("late"))
+                await runtime.wait_stopped()
+                assert trio.current_time() == start
+
+    async def test_further_errors_join_the_first_and_groups_stay_whole(self) -> None:
+        inner = ExceptionGroup("inner", [LookupError("x")])
+        parts = [
+            Part("a", [], stop=raising(inner)),
+            Part("b", [], start=lambda part: part.context.report_failure(ValueError("first"))),
+        ]
+        with pytest.raises(ExceptionGroup) as caught:
+            await quick(parts).serve()
+        assert repr(caught.value.exceptions[0]) == "ValueError('first')"
+        assert caught.value.exceptions[1] is inner
+
+    @pytest.mark.parametrize("wrapped", [False, True])
+    async def test_k11_system_exit_of_a_component_becomes_a_handler_exit_error(self, wrapped: bool) -> None:
+        error: BaseException = SystemExit(0)
+        if wrapped:
+            error = BaseExceptionGroup("group", [ValueError("kept"), error])
+        failing = Part("a", [], start=lambda part: part.context.report_failure(error))
+        caught = await collect(quick([failing]).serve)
+        if wrapped:
+            assert isinstance(caught, ExceptionGroup)
+            assert [type(leaf) for leaf in caught.exceptions] == [ValueError, HandlerExitError]
+        else:
+            assert isinstance(caught, HandlerExitError)
+            assert caught.code == 0
+            assert isinstance(caught.__cause__, SystemExit)
+
+    async def test_keyboard_interrupt_of_a_component_is_raised(self) -> None:
+        failing = Part("a", [], start=lambda part: part.context.report_failure(KeyboardInterrupt()))
+        assert isinstance(await collect(quick([failing]).serve), KeyboardInterrupt)
+
+
+class TestDeadline:
+    async def test_at_the_deadline_what_still_runs_is_cancelled_and_named(self, autojump_clock: MockClock) -> None:
+        log: list[str] = []
+        hung = Part("hung", log, start=lambda part: part.spawn(trio.sleep_forever, "hung task"), stop=sleeping)
+        runtime = quick([Part("first", log), hung, Part("last", log)], shutdown_timeout=7)
+        start = trio.current_time()
+        async with trio.open_nursery() as nursery:
+            caught: list[BaseException | None] = []
+
+            async def serve() -> None:
+                caught.append(await collect(runtime.serve))
+
+            nursery.start_soon(serve)
+            await wait_all_tasks_blocked()
+            runtime.request_stop()
+            await trio.sleep(3)
+            runtime.request_stop()  # moves nothing
+            with trio.move_on_after(1):
+                await runtime.wait_stopped()  # nor does this
+        assert trio.current_time() - start == 7
+        error = caught[0]
+        assert isinstance(error, ShutdownDeadlineError)
+        assert error.reason == "its deadline (7 s)"
+        assert error.held == {"hung": ("hung task",), "first": ()}
+        assert log[-3:] == ["force_stop last", "force_stop hung", "force_stop first"]
+        assert runtime.state.name == "STOPPED"
+
+    async def test_the_quiet_period_cannot_move_the_deadline(self, autojump_clock: MockClock) -> None:
+        part = Part("a", [])
+        runtime = quick([part], shutdown_timeout=7, shutdown_quiet_period=2)
+        start = trio.current_time()
+
+        async def busy() -> None:
+            assert part.context is not None
+            while (lease := part.context.try_acquire()) is not None:
+                await trio.sleep(1)
+                lease.close()
+                await trio.sleep(0.5)
+
+        part.steps = {"start": lambda part: part.spawn(busy)}
+        with pytest.raises(ExceptionGroup) as caught:
+            async with trio.open_nursery() as nursery:
+                await nursery.start(runtime.serve)
+                runtime.request_stop()
+        assert caught.group_contains(ShutdownDeadlineError)
+        assert trio.current_time() - start == 7
+
+    async def test_force_stop_does_not_wait(self, autojump_clock: MockClock) -> None:
+        log: list[str] = []
+        runtime = quick([Part("a", log, stop=sleeping)])
+        start = trio.current_time()
+        with pytest.raises(ExceptionGroup) as caught:
+            async with trio.open_nursery() as nursery:
+                await nursery.start(runtime.serve)
+                runtime.force_stop()
+                runtime.force_stop()
+        assert caught.group_contains(ShutdownDeadlineError, match=r"forced by force_stop\(\)")
+        assert trio.current_time() == start
+        assert log.count("force_stop a") == 1
+
+    async def test_a_forced_stop_joins_the_error_that_came_first(self, autojump_clock: MockClock) -> None:
+        parts = [Part("a", [], stop=sleeping), Part("b", [], start=raising(ValueError("first")))]
+        with pytest.raises(ExceptionGroup) as caught:
+            await quick(parts).serve()
+        assert [type(error) for error in caught.value.exceptions] == [ValueError, ShutdownDeadlineError]
+
+    async def test_a_slow_start_is_forced_back_too(self, autojump_clock: MockClock) -> None:
+        async def prepare(part: Part) -> None:
+            await shielded(50)
+
+        runtime = quick([Part("a", [], prepare=prepare)], shutdown_timeout=3)
+        with pytest.raises(ExceptionGroup) as caught:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(runtime.serve)
+                await trio.sleep(1)
+                runtime.request_stop()
+        assert caught.group_contains(ShutdownDeadlineError, match=r"its deadline \(3 s\)")
+
+
+class TestQuietPeriod:
+    async def test_admission_closes_when_nothing_ran_for_the_whole_period(self, autojump_clock: MockClock) -> None:
+        part = Part("a", [])
+        runtime = quick([part], shutdown_quiet_period=2)
+        async with trio.open_nursery() as nursery:
+            await nursery.start(runtime.serve)
+            assert part.context is not None
+            first = part.context.try_acquire("first")
+            start = trio.current_time()
+            runtime.request_stop()
+            assert part.context.stop_requested.is_set()
+            assert not part.context.admission.intake_is_open
+            await trio.sleep(3)
+            assert first is not None
+            first.close()
+            first.close()
+            await trio.sleep(1.5)
+            second = part.context.try_acquire("second")  # within the period: it begins anew
+            assert second is not None
+            second.close()
+            await trio.sleep(1.9)
+            third = part.context.try_acquire("third")
+            assert third is not None
+            third.close()
+            await runtime.wait_stopped()
+            assert trio.current_time() - start == pytest.approx(3 + 1.5 + 1.9 + 2)
+
+    async def test_with_period_zero_it_closes_as_soon_as_nothing_runs(self, autojump_clock: MockClock) -> None:
+        part = Part("a", [])
+        runtime = quick([part])
+        async with trio.open_nursery() as nursery:
+            await nursery.start(runtime.serve)
+            assert part.context is not None
+            lease: ActivityLease | None = part.context.try_acquire()
+            runtime.request_stop()
+            for _ in range(50):  # a chain that hands over without a gap
+                await trio.sleep(0.01)
+                following = part.context.try_acquire()
+                assert following is not None
+                assert lease is not None
+                lease.close()
+                lease = following
+            assert lease is not None
+            lease.close()
+            await runtime.wait_stopped()
+            assert part.context.try_acquire() is None
+
+    def test_default_is_a_tenth_of_the_timeout_and_at_most_a_second(self) -> None:
+        assert Runtime([], shutdown_timeout=5)._quiet_period == 0.5
+        assert Runtime([], shutdown_timeout=60)._quiet_period == 1.0
+
+    async def test_a_lease_marks_the_code_inside_it_and_its_children_as_inside(self) -> None:
+        admission, other = Admission(), Admission()
+        seen: list[bool] = []
+
+        async def child(done: trio.Event) -> None:
+            seen.append(admission.is_inside())
+            await done.wait()
+            seen.append(admission.is_inside())  # the message is finished: outside
+
+        done = trio.Event()
+        async with trio.open_nursery() as nursery:
+            lease = admission.try_acquire("one")
+            assert lease is not None
+            assert not admission.is_inside()
+            with lease:
+                assert admission.is_inside()
+                assert not other.is_inside()
+                assert await trio.to_thread.run_sync(admission.is_inside)
+                nursery.start_soon(child, done)
+                await wait_all_tasks_blocked()
+                assert repr(lease) == "<lease 'one': open>"
+            assert not admission.is_inside()
+            assert not lease.is_open
+            done.set()
+        assert seen == [True, False]
+
+
+class TestCancellation:
+    async def test_drains_in_order_and_then_raises_cancelled(self, autojump_clock: MockClock) -> None:
+        log: list[str] = []
+
+        async def stop(part: Part) -> None:
+            await trio.sleep(2)
+
+        runtime = quick([Part("a", log, stop=stop), Part("b", log, stop=stop)])
+        start = trio.current_time()
+        with trio.CancelScope() as scope:
+            async with trio.open_nursery() as nursery:
+                await nursery.start(runtime.serve)
+                scope.cancel()
+        assert scope.cancelled_caught
+        assert trio.current_time() - start == 4
+        assert log[-2:] == ["stop b", "stop a"]
+
+    async def test_the_deadline_holds_and_its_error_is_kept(self, autojump_clock: MockClock) -> None:
+        runtime = quick([Part("a", [], stop=sleeping)])
+        start = trio.current_time()
+        with pytest.raises(ExceptionGroup) as caught:
+            with trio.CancelScope() as scope:
+                async with trio.open_nursery() as nursery:
+                    await nursery.start(runtime.serve)
+                    scope.cancel()
+        assert caught.group_contains(ShutdownDeadlineError)
+        assert not caught.group_contains(trio.Cancelled)
+        assert trio.current_time() - start == 10
+
+    async def test_during_the_start_rolls_it_back(self) -> None:
+        log: list[str] = []
+        with trio.move_on_after(0.01) as scope:
+            await quick([Part("a", log), Part("b", log, prepare=sleeping)]).serve()
+        assert scope.cancelled_caught
+        assert log[-2:] == ["stop b", "stop a"]
+
+
+class TestThreads:
+    @pytest.mark.parametrize("force", [False, True])
+    async def test_a_stop_may_be_asked_from_any_thread_at_any_time(self, force: bool) -> None:
+        runtime = quick([Part("a", [], stop=sleeping if force else lambda _: None)])
+        ask = runtime.force_stop if force else runtime.request_stop
+        error = None
+        async with trio.open_nursery() as nursery:
+            caught: list[BaseException | None] = []
+
+            async def serve() -> None:
+                caught.append(await collect(runtime.serve))
+
+            nursery.start_soon(serve)
+            await wait_all_tasks_blocked()
+            await trio.to_thread.run_sync(ask)
+        error = caught[0]
+        assert isinstance(error, ShutdownDeadlineError) == force
+        await trio.to_thread.run_sync(ask)
+
+    def test_a_stop_asked_after_the_run_is_no_error(self) -> None:
+        runtime = quick([])
+
+        async def main() -> None:
+            async with trio.open_nursery() as nursery:
+                await nursery.start(runtime.serve)
+                runtime.request_stop()
+
+        trio.run(main)
+        runtime.request_stop()
+        runtime.force_stop()
+
+    def test_a_runtime_in_another_thread_leaves_signals_alone(self) -> None:
+        before = signal.getsignal(signal.SIGINT)
+        inside: list[object] = []
+
+        def start(part: Part) -> None:
+            inside.append(signal.getsignal(signal.SIGINT))
+            runtime.request_stop()
+
+        runtime = Runtime([Part("a", [], start=start)], shutdown_quiet_period=0)
+        thread = threading.Thread(target=trio.run, args=(runtime.serve,))
+        thread.start()
+        thread.join()
+        assert inside == [before]
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"shutdown_timeout": 0}, "shutdown_timeout must be a positive number of seconds, not 0"),
+        ({"shutdown_timeout": float("inf")}, "shutdown_timeout must be a positive"),
+        ({"shutdown_timeout": float("nan")}, "shutdown_timeout must be a positive"),
+        ({"shutdown_quiet_period": -1}, "shutdown_quiet_period must be at least 0"),
+        ({"shutdown_timeout": 2, "shutdown_quiet_period": 2}, "less than shutdown_timeout"),
+        ({"shutdown_quiet_period": float("nan")}, "shutdown_quiet_period must be at least 0"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(options: dict[str, float], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        Runtime([], **options)  # type: ignore[arg-type]
+
+
+def test_what_is_no_component_is_refused() -> None:
+    with pytest.raises(TypeError, match="is no RuntimeComponent: it lacks one of prepare, start"):
+        Runtime([object()])  # type: ignore[list-item]
+
+
+SERVICE = """
+    import trio
+    from trio_wow.runtime import Runtime
+
+    class Slow:
+        name = "slow"
+        async def prepare(self, context): self.context = context
+        def start(self): print("running", flush=True)
+        def quiesce(self): print("quiesced", flush=True)
+        async def stop(self): await trio.sleep({drain})
+        def force_stop(self): print("forced", flush=True)
+
+    trio.run(Runtime([Slow()], shutdown_quiet_period=0).serve)
+    print("returned")
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("times", [1, 2])
+def test_signals_stop_a_real_process(number: signal.Signals, times: int) -> None:
+    program = textwrap.dedent(SERVICE.format(drain=0 if times == 1 else 60))
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "running\n"
+        os.kill(process.pid, number)
+        assert process.stdout.readline() == "quiesced\n"
+        if times == 2:
+            os.kill(process.pid, number)
+        output, errors = process.communicate(timeout=30)
+    if times == 1:
+        assert (process.returncode, output, errors) == (0, "returned\n", "")
+    else:
+        assert process.returncode == 1
+        assert output == "forced\n"
+        assert f"ShutdownDeadlineError: the stop was forced by a second signal ({number.name})" in errors
+
+
+class _Status(trio.TaskStatus[Any]):
+    """Takes the started value without a nursery."""
+
+    def __init__(self, values: list[Runtime]) -> None:
+        self.values = values
+
+    def started(self, value: Any = None) -> None:
+        self.values.append(value)
