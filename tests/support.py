@@ -1,7 +1,13 @@
 """Helpers shared by the tests."""
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import Any
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
 
 import trio
 
@@ -55,3 +61,50 @@ async def collect(run: Callable[[], Awaitable[object]]) -> BaseException | None:
     except BaseException as error:
         return error
     return None
+
+
+class PythonProcess:
+    """A Python subprocess, read line by line up to where the test wants to act, and then to its end.
+
+    Leaving the `with` block kills it, so that none outlives its test.
+    """
+
+    def __init__(self, *command: str | Path, env: Mapping[str, str] | None = None) -> None:
+        # Errors go to a file: a pipe that nobody reads could fill up and stall the process.
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by __exit__
+        self._process = subprocess.Popen(
+            [sys.executable, *command], stdout=subprocess.PIPE, stderr=self._errors, text=True, env=env
+        )
+        assert self._process.stdout is not None
+        self._output = self._process.stdout
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._output.close()
+        self._errors.close()
+
+    def read_until(self, text: str) -> str:
+        """Read lines up to one that contains `text`."""
+        seen = ""
+        while text not in (line := self._output.readline()):
+            seen += line
+            if not line:
+                raise AssertionError(f"the output ended without {text!r}: {seen}{self.finish()}")
+        return seen + line
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal."""
+        self._process.send_signal(number)
+
+    def finish(self) -> tuple[int, str, str]:
+        """Wait for the end. Returns the exit code, the rest of the output, and the errors."""
+        rest = self._output.read()
+        code = self._process.wait()
+        self._errors.seek(0)
+        return code, rest, self._errors.read()

@@ -36,6 +36,7 @@ from trio_wow.errors import (
     CommandFailedError,
     ConfigurationError,
     HandlerExitError,
+    RuntimeStateError,
     ShutdownDeadlineError,
     VersionConflictError,
 )
@@ -443,6 +444,40 @@ class TestStop:
         assert isinstance(error, ShutdownDeadlineError)
         assert error.held["command-dispatcher"] == ("receiver chains", "mailbox chains.chain/a")
         assert await stored(app, "a") == []
+
+    async def test_a_forced_stop_of_idle_receivers_is_one_error(self, autojump_clock: MockClock) -> None:
+        app = App([Chain, Notebook], [Answering(1), Steps()])
+        runtime = app.runtime(signals=False)
+        async with trio.open_nursery() as nursery:
+
+            async def serve() -> None:
+                with pytest.raises(ShutdownDeadlineError):
+                    await runtime.serve()
+
+            nursery.start_soon(serve)
+            await wait_all_tasks_blocked()
+            runtime.force_stop()
+
+    async def test_a_stop_before_the_start_is_told_by_serving(self) -> None:
+        app = App([Chain])
+        runtime = app.runtime(signals=False)
+        runtime.request_stop()
+        with pytest.raises(ExceptionGroup) as caught:
+            async with app.serving(runtime):
+                raise AssertionError("must not get here")
+        assert caught.group_contains(RuntimeStateError, match="a stop was requested before it could serve")
+
+    async def test_an_error_of_the_start_comes_through_serving(self) -> None:
+        class Failing(InMemoryDomainEventBus):
+            def receiver(self, subscription: Any) -> Any:
+                raise RuntimeError("no bus")
+
+        app = App([Chain], [Steps()])
+        app._events = Failing()
+        with pytest.raises(ExceptionGroup) as caught:
+            async with app.serving(app.runtime(signals=False)):
+                raise AssertionError("must not get here")
+        assert caught.group_contains(RuntimeError, match="no bus")
 
     async def test_k11_a_handler_that_exits_ends_the_runtime_with_an_error(self) -> None:
         @event_processor

@@ -830,6 +830,33 @@ class TestLife:
         with trio.fail_after(1):
             await executor.aclose()
 
+    async def test_force_stop_of_a_dispatch_whose_source_has_not_ended_is_no_success(self) -> None:
+        executor = KeyedExecutor()
+        with pytest.raises(ExecutorClosedError, match="forced stop"):
+            await executor.dispatch(ListSource([1]), key=itself, handler=lambda _: executor.force_stop())
+
+    async def test_a_dispatch_that_ends_by_itself_at_a_forced_stop_is_a_success(self) -> None:
+        executor = KeyedExecutor()
+        send, receive = trio.open_memory_channel[int](1)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(partial(executor.dispatch, receive, key=itself, handler=lambda _: None))
+            await wait_all_tasks_blocked()
+            send.close()
+            executor.force_stop()
+
+    async def test_a_cancelled_that_is_not_ours_is_no_success(self) -> None:
+        async def handler(n: int) -> None:
+            with trio.CancelScope() as scope:
+                scope.cancel()
+                try:
+                    await trio.sleep_forever()
+                except trio.Cancelled as error:
+                    kept = error
+            raise kept
+
+        with pytest.raises(RuntimeError, match=r"handler raised trio.Cancelled although nothing had been cancelled"):
+            await KeyedExecutor().dispatch(ListSource([1]), key=itself, handler=handler)
+
     @pytest.mark.parametrize("argument", ["workers", "max_in_flight", "throughput"])
     @pytest.mark.parametrize("value", [0, -1, 2.0, "4", True])
     def test_numbers_must_be_positive_ints(self, argument: str, value: Any) -> None:

@@ -1,9 +1,6 @@
 """The lifecycle: ordered start and stop, one deadline, failures, signals."""
 
-import os
 import signal
-import subprocess
-import sys
 import textwrap
 import threading
 from collections.abc import Awaitable, Callable
@@ -11,7 +8,7 @@ from typing import Any
 
 import pytest
 import trio
-from support import ListSource, collect, task_names
+from support import ListSource, PythonProcess, collect, task_names
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from trio_wow.errors import ExecutorClosedError, HandlerExitError, RuntimeStateError, ShutdownDeadlineError
@@ -333,6 +330,18 @@ class TestFailure:
         failing = Part("a", [], start=lambda part: part.context.report_failure(KeyboardInterrupt()))
         assert isinstance(await collect(quick([failing]).serve), KeyboardInterrupt)
 
+    @pytest.mark.filterwarnings("ignore:.*strict_exception_groups:trio.TrioDeprecationWarning")
+    def test_a_host_without_strict_exception_groups_gets_the_same_ordered_stop(self) -> None:
+        log: list[str] = []
+
+        async def fail() -> None:
+            raise ValueError("broken")
+
+        parts = [Part("a", log), Part("b", log, start=lambda part: part.spawn(fail))]
+        with pytest.raises(ValueError, match="broken"):
+            trio.run(quick(parts).serve, strict_exception_groups=False)
+        assert log[-2:] == ["stop b", "stop a"]
+
 
 class TestDeadline:
     async def test_at_the_deadline_what_still_runs_is_cancelled_and_named(self, autojump_clock: MockClock) -> None:
@@ -360,6 +369,14 @@ class TestDeadline:
         assert error.held == {"hung": ("hung task",), "first": ()}
         assert log[-3:] == ["force_stop last", "force_stop hung", "force_stop first"]
         assert runtime.state.name == "STOPPED"
+
+    def test_the_text_of_a_forced_stop_names_the_first_few_tasks(self) -> None:
+        names = [f"mailbox {n}" for n in range(300)]
+        error = ShutdownDeadlineError("its deadline", {"a": names, "b": names[:9]})
+        assert "a held mailbox 0, " in str(error)
+        assert "mailbox 7, 292 more; b held mailbox 0, " in str(error)
+        assert str(error).endswith("mailbox 8")
+        assert error.held["a"] == tuple(names)
 
     async def test_the_quiet_period_cannot_move_the_deadline(self, autojump_clock: MockClock) -> None:
         part = Part("a", [])
@@ -616,21 +633,17 @@ SERVICE = """
 @pytest.mark.parametrize("times", [1, 2])
 def test_signals_stop_a_real_process(number: signal.Signals, times: int) -> None:
     program = textwrap.dedent(SERVICE.format(drain=0 if times == 1 else 60))
-    with subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "running\n"
-        os.kill(process.pid, number)
-        assert process.stdout.readline() == "quiesced\n"
+    with PythonProcess("-c", program) as process:
+        process.read_until("running")
+        process.send(number)
+        process.read_until("quiesced")
         if times == 2:
-            os.kill(process.pid, number)
-        output, errors = process.communicate(timeout=30)
+            process.send(number)
+        code, output, errors = process.finish()
     if times == 1:
-        assert (process.returncode, output, errors) == (0, "returned\n", "")
+        assert (code, output, errors) == (0, "returned\n", "")
     else:
-        assert process.returncode == 1
-        assert output == "forced\n"
+        assert (code, output) == (1, "forced\n")
         assert f"ShutdownDeadlineError: the stop was forced by a second signal ({number.name})" in errors
 
 

@@ -93,14 +93,19 @@ class ShutdownDeadlineError(WowError):
 
     Attributes:
         reason: what forced the stop.
-        held: component name -> names of the tasks it still ran when it was forced.
+        held: component name -> names of the tasks it still ran when it was forced; the text shows the first few.
     """
 
     def __init__(self, reason: str, held: Mapping[str, Sequence[str]]) -> None:
-        shown = "; ".join(f"{name} held {', '.join(tasks) or 'nothing'}" for name, tasks in held.items())
+        shown = "; ".join(f"{name} held {_some(tasks)}" for name, tasks in held.items())
         super().__init__(f"the stop was forced by {reason}" + (f": {shown}" if shown else ""))
         self.reason = reason
         self.held = {name: tuple(tasks) for name, tasks in held.items()}
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = [*names[:8], f"{len(names) - 8} more"] if len(names) > 9 else names
+    return ", ".join(shown) or "nothing"
 
 
 class HandlerExitError(WowError):

@@ -8,6 +8,7 @@ import trio
 from trio_wow.buses import InMemoryCommandBus, InMemoryDomainEventBus
 from trio_wow.dispatch import CommandDispatcher, EventDispatcher, ProjectionDispatcher, SagaDispatcher
 from trio_wow.domain import Domain, ProcessorKind, processor_model
+from trio_wow.errors import RuntimeStateError
 from trio_wow.eventsourcing import EventStore, InMemoryEventStore
 from trio_wow.execution import KeyedExecutor
 from trio_wow.gateway import CommandGateway
@@ -78,11 +79,27 @@ class App:
 
         Args:
             runtime: made by `runtime()`; by default one without arguments.
+
+        Raises:
+            RuntimeStateError: a stop was requested before the runtime could serve.
         """
         if runtime is None:
             runtime = self.runtime()
+        returned = False
+
+        async def serve(*, task_status: trio.TaskStatus[Runtime]) -> None:
+            nonlocal returned
+            await runtime.serve(task_status=task_status)
+            returned = True
+
         async with trio.open_nursery() as nursery:
-            await nursery.start(runtime.serve)
+            try:
+                await nursery.start(serve)
+            except RuntimeError:
+                if not returned:
+                    raise
+                # Trio's complaint that a service ended before it had started.
+                raise RuntimeStateError("a stop was requested before it could serve", runtime.state.name) from None
             yield self.gateway
             runtime.request_stop()
 

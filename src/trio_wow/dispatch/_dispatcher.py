@@ -54,8 +54,10 @@ class MessageDispatcher(ABC, Generic[M]):
     async def prepare(self, context: RuntimeContext, /) -> None:
         """See `RuntimeComponent.prepare`."""
         self._context = context
-        for name, aggregates in self._contexts.items():
-            self._receivers.append(self._bus.receiver(Subscription(self.name, name, aggregates, context.admission)))
+        self._receivers = [
+            self._bus.receiver(Subscription(self.name, name, aggregates, context.admission))
+            for name, aggregates in self._contexts.items()
+        ]
         for receiver in self._receivers:
             await receiver.ready.wait()
 

@@ -2,6 +2,7 @@
 
 import enum
 import inspect
+import sys
 import typing
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -92,19 +93,37 @@ def message_functions(cls: type, allowed: set[FunctionKind], decorator: str) -> 
 
 
 def _first_annotation(function: Callable[..., object], where: str) -> Any:
-    parameters = list(inspect.signature(function).parameters.values())[1:]
+    parameters = _parameters(function)[1:]
     if len(parameters) != 1:
         raise TypeError(f"{where} must take self and one message, not {len(parameters)} further parameters")
     parameter = parameters[0]
     if parameter.annotation is parameter.empty:
         raise TypeError(f"{where}: annotate {parameter.name!r} with the class of the message that it handles")
     try:
-        return typing.get_type_hints(function)[parameter.name]
+        # Only this one annotation: what the others name may be known to type checkers alone.
+        return typing.get_type_hints(_Annotated(message=parameter.annotation), function.__globals__)["message"]
     except NameError as error:
         raise TypeError(
             f"{where}: the annotation {parameter.annotation!r} cannot be resolved ({error}); "
             "import the class at module level, outside `if TYPE_CHECKING`"
         ) from error
+
+
+def _parameters(function: Callable[..., object]) -> list[inspect.Parameter]:
+    if sys.version_info >= (3, 14):
+        import annotationlib
+
+        signature = inspect.signature(function, annotation_format=annotationlib.Format.FORWARDREF)
+    else:
+        signature = inspect.signature(function)
+    return list(signature.parameters.values())
+
+
+class _Annotated:
+    """Something with annotations, as `typing.get_type_hints` wants it."""
+
+    def __init__(self, **annotations: object) -> None:
+        self.__annotations__ = annotations
 
 
 def message_class(annotation: Any, where: str) -> type:

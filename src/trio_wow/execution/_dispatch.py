@@ -72,6 +72,8 @@ class Dispatch(Generic[T]):
         self._scope = trio.CancelScope()
         self._halted = False
         self._forced = False
+        self._lost = False  # an item was discarded or interrupted
+        self._complete = False  # the source has ended and every item was handled or reported
         self._errors: list[BaseException] = []
 
     async def run(self) -> None:
@@ -96,11 +98,13 @@ class Dispatch(Generic[T]):
             raise BaseExceptionGroup(f"several errors in a dispatch of executor {self._executor!r}", self._errors)
         if self._errors:
             raise self._errors[0]
-        if self._forced:
-            raise ExecutorClosedError(self._executor, "a forced stop ended this dispatch")
+        if not self._complete:
+            if self._forced:
+                raise ExecutorClosedError(self._executor, "a forced stop ended this dispatch")
+            raise RuntimeError(f"{self._handler_name()} raised trio.Cancelled although nothing had been cancelled")
 
     def force_stop(self) -> None:
-        """Cancel the dispatch as its executor's forced stop; `run` then raises `ExecutorClosedError`."""
+        """Cancel the dispatch; `run` then raises `ExecutorClosedError`, unless everything was finished already."""
         self._forced = True
         self._halt()
 
@@ -108,6 +112,7 @@ class Dispatch(Generic[T]):
         try:
             if self._demand_source is not None:
                 self._demand_source.add_demand(self._max_in_flight)
+            ended = False
             while not self._halted:
                 while self._demand < 1:
                     await self._wait_progress()
@@ -115,10 +120,12 @@ class Dispatch(Generic[T]):
                 try:
                     batch = await self._source.receive_batch(limit)
                 except trio.EndOfChannel:
+                    ended = True
                     break
                 self._accept(batch, limit)
             while self._unfinished:
                 await self._wait_progress()
+            self._complete = ended and not self._lost
         except BaseException as error:
             cancelled, failure = split_cancelled(error)
             if failure is not None:
@@ -226,6 +233,7 @@ class Dispatch(Generic[T]):
             if failure is not None:
                 self._report(item, failure)
             if cancelled is not None:
+                self._lost = True
                 self._halt()
                 raise cancelled
         if self._halted:
@@ -269,6 +277,7 @@ class Dispatch(Generic[T]):
 
     def _discard(self, item: T) -> None:
         self._unfinished -= 1
+        self._lost = True
         if self._on_discard is not None:
             try:
                 self._on_discard(item)

@@ -252,7 +252,7 @@ class Runtime:
     async def _host(self, slot: _Slot, *, task_status: trio.TaskStatus[None]) -> None:
         try:
             with slot.scope:
-                async with trio.open_nursery() as slot.nursery:
+                async with trio.open_nursery(strict_exception_groups=True) as slot.nursery:
                     task_status.started()
                     await slot.released.wait()
         except BaseExceptionGroup as group:
@@ -286,7 +286,7 @@ class Runtime:
     async def _catch_up(self) -> None:
         waits = [wait for slot in self._slots if (wait := getattr(slot.component, "caught_up", None)) is not None]
         try:
-            async with trio.open_nursery() as nursery:
+            async with trio.open_nursery(strict_exception_groups=True) as nursery:
                 for wait in waits:
                     nursery.start_soon(wait)
         except BaseExceptionGroup as group:
