@@ -333,6 +333,11 @@ class Boom(BaseException):
     pass
 
 
+class Unprintable:
+    def __str__(self) -> str:
+        raise LookupError
+
+
 class TestErrors:
     async def test_an_error_given_to_on_error_lets_the_dispatch_go_on(self) -> None:
         failed: list[tuple[int, str]] = []
@@ -437,8 +442,12 @@ class TestErrors:
 
     @pytest.mark.parametrize(
         ("key", "error"),
-        [(lambda n: 1 // (2 - n), ZeroDivisionError), (lambda n: [n] if n == 2 else n, TypeError)],
-        ids=["raises", "unhashable"],
+        [
+            (lambda n: 1 // (2 - n), ZeroDivisionError),
+            (lambda n: [n] if n == 2 else n, TypeError),
+            (lambda n: Unprintable() if n == 2 else n, LookupError),
+        ],
+        ids=["raises", "unhashable", "unprintable"],
     )
     async def test_a_bad_key_ends_the_dispatch_and_loses_no_item(
         self, key: Callable[[int], Any], error: type[Exception]

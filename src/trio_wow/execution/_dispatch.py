@@ -22,14 +22,15 @@ T = TypeVar("T")
 class Mailbox(Generic[T]):
     """The items of one key that have not been started, in the order received. Exists only while it has work."""
 
-    __slots__ = ("key", "queue")
+    __slots__ = ("key", "name", "queue")
 
     def __init__(self, key: Hashable) -> None:
         self.key = key
+        self.name = f"mailbox {key}"
         self.queue: deque[T] = deque()
 
     def __repr__(self) -> str:
-        return f"<mailbox {self.key}: {len(self.queue)} queued>"
+        return f"<{self.name}: {len(self.queue)} queued>"
 
 
 class Dispatch(Generic[T]):
@@ -156,20 +157,17 @@ class Dispatch(Generic[T]):
             try:
                 key = self._key(item)
                 mailbox = self._mailboxes.get(key)
+                if mailbox is None:
+                    self._mailboxes[key] = mailbox = Mailbox(key)
+                    self._start(mailbox)
             except BaseException as error:
                 self._fail(error)
                 self._discard(item)
-                continue
-            if mailbox is None:
-                self._mailboxes[key] = mailbox = Mailbox(key)
-                mailbox.queue.append(item)
-                self._start(mailbox)
             else:
                 mailbox.queue.append(item)
 
     def _start(self, mailbox: Mailbox[T]) -> None:
-        start = partial(self._nursery.start_soon, self._run_mailbox, mailbox, name=f"mailbox {mailbox.key}")
-        self._context.run(start)
+        self._context.run(partial(self._nursery.start_soon, self._run_mailbox, mailbox, name=mailbox.name))
 
     async def _run_mailbox(self, mailbox: Mailbox[T]) -> None:
         queue = mailbox.queue

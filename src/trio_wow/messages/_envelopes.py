@@ -7,6 +7,7 @@ from uuid import uuid4
 
 from attrs import evolve, field, frozen
 
+from trio_wow.errors import SerializationError
 from trio_wow.messages._identity import AggregateId, check_identifier
 
 __all__ = ["CommandMessage", "DomainEvent", "DomainEventStream"]
@@ -27,7 +28,16 @@ def _as_tuple(events: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def _copied(headers: Mapping[str, str]) -> dict[str, str]:
-    return dict(headers)
+    copy = dict(headers)
+    for text in (*copy, *copy.values()):
+        if not isinstance(text, str):
+            raise SerializationError(f"headers hold text only, not {text!r}")
+        if not text.isascii():
+            try:
+                text.encode()
+            except UnicodeEncodeError:
+                raise SerializationError(f"header text {text!r} holds a lone surrogate") from None
+    return copy
 
 
 @frozen(kw_only=True)
@@ -44,6 +54,7 @@ class CommandMessage:
 
     Raises:
         InvalidIdentifierError: `id` or `request_id` is not legal.
+        SerializationError: a header is no text, or holds a lone surrogate.
     """
 
     aggregate_id: AggregateId
@@ -82,6 +93,7 @@ class DomainEventStream:
 
     Raises:
         InvalidIdentifierError: an ID is not legal.
+        SerializationError: a header is no text, or holds a lone surrogate.
         ValueError: the version is not positive, or there is no event.
     """
 

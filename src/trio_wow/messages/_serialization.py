@@ -2,13 +2,16 @@
 
 from collections.abc import Iterable
 from datetime import datetime
-from math import isfinite
+from decimal import Decimal
+from functools import lru_cache
 from typing import Any
+from uuid import UUID
 
+import attrs
 import orjson
 from cattrs.preconf.orjson import OrjsonConverter, make_converter
 
-from trio_wow.errors import ConfigurationError, SerializationError, UnknownMessageTypeError
+from trio_wow.errors import ConfigurationError, SerializationError
 from trio_wow.messages._envelopes import DomainEventStream
 from trio_wow.messages._identity import AggregateId
 from trio_wow.messages._types import EventUpgrader, MessageTypes
@@ -17,17 +20,22 @@ __all__ = ["Serializer"]
 
 FORMAT = 1
 
+# The streams of one aggregate are read together, and need its identity checked once.
+_identity = lru_cache(maxsize=1024)(AggregateId)
+
 
 class Serializer:
     """Writes and reads messages as JSON; one for each application.
 
-    A body is stored with its registered name and revision, never with an import path. Whatever JSON cannot hold is
-    refused, not changed: NaN, infinities, integers outside -2**63 .. 2**64-1, lone surrogates.
+    A body is stored with its registered name and revision, never with an import path. What would not come back as it
+    was is refused, not changed: NaN, infinities, integers outside -2**63 .. 2**64-1, lone surrogates, a value that does
+    not fit its field's annotation (1.5 for an `int`), a set or bytes in a field of type `Any`.
 
     Args:
         types: the names.
         upgraders: for bodies of older revisions, one for each revision to leave behind.
-        converter: a cattrs converter with hooks for types that it does not know; owned by this serializer from now on.
+        converter: a cattrs converter with hooks of your own; owned by this serializer from now on. By default one that
+            also knows `UUID` and `Decimal`.
 
     Raises:
         ConfigurationError: two upgraders read the same name and revision.
@@ -41,7 +49,7 @@ class Serializer:
         converter: OrjsonConverter | None = None,
     ) -> None:
         self._types = types
-        self._converter = converter if converter is not None else make_converter()
+        self._converter = converter if converter is not None else _default_converter()
         self._upgraders: dict[tuple[str, int], EventUpgrader] = {}
         for upgrader in upgraders:
             if self._upgraders.setdefault((upgrader.name, upgrader.revision), upgrader) is not upgrader:
@@ -51,16 +59,16 @@ class Serializer:
         """Refuse a body that could not be stored or sent, before anything is.
 
         Raises:
-            SerializationError: JSON cannot hold one of its values.
+            SerializationError: it would not come back as it was.
             UnknownMessageTypeError: its class is not registered.
         """
-        self._to_json(self._body(body), body)
+        self._body(body)
 
     def dump_stream(self, stream: DomainEventStream) -> bytes:
         """Write a stream.
 
         Raises:
-            SerializationError: JSON cannot hold one of its values.
+            SerializationError: it would not come back as it was.
             UnknownMessageTypeError: an event's class is not registered.
         """
         aggregate_id = stream.aggregate_id
@@ -78,7 +86,7 @@ class Serializer:
             "headers": stream.headers,
             "events": [self._body(event) for event in stream.events],
         }
-        return self._to_json(form, stream.aggregate_id)
+        return orjson.dumps(form)
 
     def load_stream(self, data: bytes, source: str) -> DomainEventStream:
         """Read a stream.
@@ -96,7 +104,7 @@ class Serializer:
             if form["format"] != FORMAT:
                 raise SerializationError(f"{source} has format {form['format']!r}; this version reads {FORMAT}")
             return DomainEventStream(
-                aggregate_id=AggregateId(form["context"], form["aggregate"], form["aggregate_id"], form["tenant"]),
+                aggregate_id=_identity(form["context"], form["aggregate"], form["aggregate_id"], form["tenant"]),
                 version=form["version"],
                 events=tuple(self._load_body(each, source) for each in form["events"]),
                 command_id=form["command_id"],
@@ -110,9 +118,19 @@ class Serializer:
         except (KeyError, TypeError, ValueError) as error:
             raise SerializationError(f"{source} is not a stored stream: {error!r}") from error
 
-    def _body(self, body: object) -> dict[str, Any]:
-        named = self._types.of(body)
-        return {"name": named.name, "revision": named.revision, "body": self._converter.unstructure(body)}
+    def _body(self, body: object) -> dict[str, object]:
+        """Write a body and read it back, since only that shows what JSON, or its own annotations, would change."""
+        named, cls = self._types.of(body), type(body)
+        try:
+            data = orjson.dumps(self._converter.unstructure(body))
+            back = self._converter.structure(orjson.loads(data), cls)
+        except Exception as error:
+            raise SerializationError(f"{cls.__name__} cannot be written as JSON and read back: {error}") from error
+        if back != body:
+            raise SerializationError(
+                f"{cls.__name__} does not come back from JSON as it was: {_difference(body, back)}"
+            )
+        return {"name": named.name, "revision": named.revision, "body": orjson.Fragment(data)}
 
     def _load_body(self, form: dict[str, Any], source: str) -> object:
         cls, named = self._types.find(form["name"], source)
@@ -130,29 +148,21 @@ class Serializer:
             )
         try:
             return self._converter.structure(body, cls)
-        except UnknownMessageTypeError:
-            raise
         except Exception as error:
             raise SerializationError(f"{source} holds a {named.name!r} that does not fit {cls.__name__}") from error
 
-    @staticmethod
-    def _to_json(form: object, what: object) -> bytes:
-        try:
-            data = orjson.dumps(form)
-        except TypeError as error:
-            raise SerializationError(f"{what} cannot be written as JSON: {error}") from error
-        # orjson writes NaN and infinities as null, so only then is there anything to look for.
-        if b"null" in data and (lost := _first_lost_number(form)) is not None:
-            raise SerializationError(f"{what} holds {lost!r}, which JSON has no number for")
-        return data
+
+def _difference(body: Any, back: Any) -> str:
+    for field in attrs.fields(type(body)):
+        was, came = getattr(body, field.name), getattr(back, field.name)
+        if was != came:
+            return f"{field.name}={was!r} comes back as {came!r}"
+    return f"{body!r} comes back as {back!r}, which compares unequal"
 
 
-def _first_lost_number(form: object) -> float | None:
-    if isinstance(form, float):
-        return None if isfinite(form) else form
-    inner: Iterable[object] = ()
-    if isinstance(form, dict):
-        inner = form.values()
-    elif isinstance(form, list | tuple):
-        inner = form
-    return next((lost for each in inner if (lost := _first_lost_number(each)) is not None), None)
+def _default_converter() -> OrjsonConverter:
+    converter = make_converter()
+    for cls in (UUID, Decimal):
+        converter.register_unstructure_hook(cls, str)
+        converter.register_structure_hook(cls, lambda value, to: to(value))
+    return converter
