@@ -136,8 +136,8 @@ def _check_state(cls: type) -> None:
     if not attrs.has(cls):
         raise TypeError(f"{cls.__name__} is no attrs class; put @attrs.define below @aggregate")
     fields = attrs.fields_dict(cls)
-    if "id" not in fields:
-        raise TypeError(f"{cls.__name__} has no field `id`; add `id: str`")
+    if "id" not in fields or not fields["id"].init or fields["id"].alias != "id":
+        raise TypeError(f"{cls.__name__} has no field `id` that can be given by this name; add `id: str`")
     missing = [name for name, field in fields.items() if field.init and field.default is attrs.NOTHING and name != "id"]
     if missing:
         raise TypeError(f"{cls.__name__} needs a default for {', '.join(missing)}: a new aggregate has only its id")

@@ -37,7 +37,7 @@ class Domain:
         upgraders: Iterable[EventUpgrader] = (),
         converter: OrjsonConverter | None = None,
     ) -> None:
-        self.aggregates = tuple(aggregate_model(cls) for cls in aggregates)
+        self.aggregates = tuple(dict.fromkeys(aggregate_model(cls) for cls in aggregates))
         self._by_name: dict[tuple[str, str], AggregateModel] = {}
         self._by_command: dict[type, AggregateModel] = {}
         self._by_event: dict[type, list[AggregateModel]] = {}

@@ -83,10 +83,16 @@ def message_functions(cls: type, allowed: set[FunctionKind], decorator: str) -> 
     names = {name: None for base in reversed(cls.__mro__) for name in vars(base)}
     for name in names:
         function = inspect.getattr_static(cls, name)
-        kind = getattr(function, _ATTRIBUTE, None)
-        if kind is None:
-            continue
+        kind = getattr(getattr(function, "__func__", function), _ATTRIBUTE, None)
         where = f"{cls.__name__}.{name}"
+        if kind is None:
+            if any(hasattr(vars(base).get(name), _ATTRIBUTE) for base in cls.__mro__):
+                raise TypeError(f"{where} overrides a message function; give it the decorator of the one it overrides")
+            continue
+        if not inspect.isfunction(function):
+            raise TypeError(f"{where} must be an ordinary method, not a {type(function).__name__}")
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise TypeError(f"{where} must return what it has to say; a function that yields is not run")
         if kind not in allowed:
             raise TypeError(f"{where} is marked @{kind.value}, which does not belong into a class marked @{decorator}")
         yield MessageFunction(name, kind, _first_annotation(function, where), inspect.iscoroutinefunction(function))
@@ -97,12 +103,15 @@ def _first_annotation(function: Callable[..., object], where: str) -> Any:
     if len(parameters) != 1:
         raise TypeError(f"{where} must take self and one message, not {len(parameters)} further parameters")
     parameter = parameters[0]
+    if parameter.kind not in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+        raise TypeError(f"{where} must take its message as an ordinary parameter, not as {parameter}")
     if parameter.annotation is parameter.empty:
         raise TypeError(f"{where}: annotate {parameter.name!r} with the class of the message that it handles")
     try:
         # Only this one annotation: what the others name may be known to type checkers alone.
-        return typing.get_type_hints(_Annotated(message=parameter.annotation), function.__globals__)["message"]
-    except NameError as error:
+        scope = inspect.unwrap(function).__globals__
+        return typing.get_type_hints(_Annotated(message=parameter.annotation), scope)["message"]
+    except Exception as error:
         raise TypeError(
             f"{where}: the annotation {parameter.annotation!r} cannot be resolved ({error}); "
             "import the class at module level, outside `if TYPE_CHECKING`"
@@ -132,6 +141,6 @@ def message_class(annotation: Any, where: str) -> type:
     Raises:
         TypeError: it names none, or more than one.
     """
-    if isinstance(annotation, type) and annotation is not object and not typing.get_args(annotation):
+    if isinstance(annotation, type) and annotation not in (object, typing.Any, type(None)):
         return annotation
     raise TypeError(f"{where}: the annotation {annotation!r} must name one message class; write a function for each")

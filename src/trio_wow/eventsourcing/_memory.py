@@ -52,23 +52,30 @@ class InMemoryEventStore:
         """See `EventStore.load`."""
         await trio.lowlevel.checkpoint()
         history = self._histories.get(aggregate_id)
-        return [self._read(data, aggregate_id) for data in history.streams[after:]] if history is not None else []
+        if history is None:
+            return []
+        versions = range(max(after, 0) + 1, len(history.streams) + 1)
+        return [self._read(history, version, aggregate_id) for version in versions]
 
     async def load_request(self, aggregate_id: AggregateId, request_id: str) -> DomainEventStream | None:
         """See `EventStore.load_request`."""
         await trio.lowlevel.checkpoint()
         history = self._histories.get(aggregate_id)
-        version = history.versions.get(request_id) if history is not None else None
-        return self._read(history.streams[version - 1], aggregate_id) if history is not None and version else None
+        if history is None or (version := history.versions.get(request_id)) is None:
+            return None
+        return self._read(history, version, aggregate_id)
 
     async def read_all(self, after: int, limit: int) -> Sequence[RecordedStream]:
         """See `EventStore.read_all`."""
         await trio.lowlevel.checkpoint()
+        after = max(after, 0)
         page = self._all[after : after + limit]
         return [
             RecordedStream(position, self._serializer.load_stream(data, f"position {position} of the memory store"))
             for position, data in enumerate(page, after + 1)
         ]
 
-    def _read(self, data: bytes, aggregate_id: AggregateId) -> DomainEventStream:
-        return self._serializer.load_stream(data, f"a stream of {aggregate_id} in the memory store")
+    def _read(self, history: _History, version: int, aggregate_id: AggregateId) -> DomainEventStream:
+        return self._serializer.load_stream(
+            history.streams[version - 1], f"version {version} of {aggregate_id} in the memory store"
+        )

@@ -59,6 +59,10 @@ class EventStore(Protocol):
     async def read_all(self, after: int, limit: int) -> Sequence[RecordedStream]:
         """Return up to `limit` streams with positions above `after`, in the order in which they were stored.
 
+        Args:
+            after: 0 to read from the start.
+            limit: at least 1.
+
         Raises:
             SerializationError: as for `load`.
         """

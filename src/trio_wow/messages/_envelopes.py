@@ -27,7 +27,14 @@ def _as_tuple(events: Iterable[Any]) -> tuple[Any, ...]:
     return tuple(events)
 
 
-def _copied(headers: Mapping[str, str]) -> dict[str, str]:
+def checked_headers(headers: Mapping[str, str]) -> dict[str, str]:
+    """Return a copy of the headers of a message.
+
+    Raises:
+        SerializationError: they are no mapping, or one is no text or holds a lone surrogate.
+    """
+    if not isinstance(headers, Mapping):
+        raise SerializationError(f"headers are a mapping of text to text, not {headers!r}")
     copy = dict(headers)
     for text in (*copy, *copy.values()):
         if not isinstance(text, str):
@@ -61,7 +68,7 @@ class CommandMessage:
     body: Any
     id: str = field(factory=_new_id)
     request_id: str = field()
-    headers: dict[str, str] = field(factory=dict, converter=_copied)
+    headers: dict[str, str] = field(factory=dict, converter=checked_headers)
     created_at: datetime = field(factory=_now)
 
     @request_id.default
@@ -94,7 +101,7 @@ class DomainEventStream:
     Raises:
         InvalidIdentifierError: an ID is not legal.
         SerializationError: a header is no text, or holds a lone surrogate.
-        ValueError: the version is not positive, or there is no event.
+        ValueError: the version is no int from 1 to 2**63-1, or there is no event.
     """
 
     aggregate_id: AggregateId
@@ -103,15 +110,17 @@ class DomainEventStream:
     command_id: str
     request_id: str
     id: str = field(factory=_new_id)
-    headers: dict[str, str] = field(factory=dict, converter=_copied)
+    headers: dict[str, str] = field(factory=dict, converter=checked_headers)
     created_at: datetime = field(factory=_now)
 
     def __attrs_post_init__(self) -> None:
         check_identifier("stream ID", self.id)
         check_identifier("command ID", self.command_id)
         check_identifier("request ID", self.request_id)
-        if self.version < 1:
-            raise ValueError(f"the version of a stream of {self.aggregate_id} must be at least 1, not {self.version}")
+        if type(self.version) is not int or not 1 <= self.version < 2**63:
+            raise ValueError(
+                f"the version of a stream of {self.aggregate_id} must be an int from 1 to 2**63-1, not {self.version!r}"
+            )
         if not self.events:
             raise ValueError(f"a stream of {self.aggregate_id} must hold at least one event")
 

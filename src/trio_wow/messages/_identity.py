@@ -41,16 +41,20 @@ def check_identifier(what: str, value: object) -> str:
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
-@lru_cache(maxsize=1024)
-def check_name(what: str, value: str) -> str:
+def check_name(what: str, value: object) -> str:
     """Return `value` if it can name a context or an aggregate: 1 to 64 ASCII letters, digits, `_` or `-`.
 
     Raises:
         InvalidIdentifierError: it is something else.
     """
-    if _NAME.fullmatch(value) is None:
+    if not isinstance(value, str) or not _is_name(value):
         raise InvalidIdentifierError(what, value, "must be 1 to 64 ASCII letters, digits, '_' or '-'")
     return value
+
+
+@lru_cache(maxsize=1024)
+def _is_name(value: str) -> bool:
+    return _NAME.fullmatch(value) is not None
 
 
 @frozen(cache_hash=True)

@@ -12,7 +12,7 @@ import orjson
 from cattrs.preconf.orjson import OrjsonConverter, make_converter
 
 from trio_wow.errors import ConfigurationError, SerializationError
-from trio_wow.messages._envelopes import DomainEventStream
+from trio_wow.messages._envelopes import DomainEventStream, checked_headers
 from trio_wow.messages._identity import AggregateId
 from trio_wow.messages._types import EventUpgrader, MessageTypes
 
@@ -83,7 +83,7 @@ class Serializer:
             "command_id": stream.command_id,
             "request_id": stream.request_id,
             "created_at": stream.created_at,
-            "headers": stream.headers,
+            "headers": checked_headers(stream.headers),  # anybody may have changed them
             "events": [self._body(event) for event in stream.events],
         }
         return orjson.dumps(form)
@@ -103,19 +103,23 @@ class Serializer:
             form = orjson.loads(data)
             if form["format"] != FORMAT:
                 raise SerializationError(f"{source} has format {form['format']!r}; this version reads {FORMAT}")
+            events = [self._load_body(each, source) for each in form["events"]]
+        except SerializationError:
+            raise
+        except (KeyError, TypeError, ValueError) as error:
+            raise SerializationError(f"{source} is not a stored stream: {error!r}") from error
+        try:
             return DomainEventStream(
                 aggregate_id=_identity(form["context"], form["aggregate"], form["aggregate_id"], form["tenant"]),
                 version=form["version"],
-                events=tuple(self._load_body(each, source) for each in form["events"]),
+                events=events,
                 command_id=form["command_id"],
                 request_id=form["request_id"],
                 id=form["id"],
                 headers=form["headers"],
                 created_at=datetime.fromisoformat(form["created_at"]),
             )
-        except SerializationError:
-            raise
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, SerializationError) as error:
             raise SerializationError(f"{source} is not a stored stream: {error!r}") from error
 
     def _body(self, body: object) -> dict[str, object]:
@@ -124,9 +128,10 @@ class Serializer:
         try:
             data = orjson.dumps(self._converter.unstructure(body))
             back = self._converter.structure(orjson.loads(data), cls)
+            same = back == body
         except Exception as error:
             raise SerializationError(f"{cls.__name__} cannot be written as JSON and read back: {error}") from error
-        if back != body:
+        if not same:
             raise SerializationError(
                 f"{cls.__name__} does not come back from JSON as it was: {_difference(body, back)}"
             )
@@ -141,7 +146,12 @@ class Serializer:
                 raise SerializationError(
                     f"{source} holds revision {revision} of {named.name!r} and no EventUpgrader reads it"
                 )
-            body, revision = upgrader.upgrade(body), revision + 1
+            try:
+                body, revision = upgrader.upgrade(body), revision + 1
+            except Exception as error:
+                raise SerializationError(
+                    f"{source} holds revision {revision} of {named.name!r}, which its EventUpgrader cannot read"
+                ) from error
         if revision > named.revision:
             raise SerializationError(
                 f"{source} holds revision {revision} of {named.name!r}, newer than {named.revision}, the one known here"

@@ -42,6 +42,8 @@ def message_type(name: str, *, revision: int = 1, aliases: Sequence[str] = ()) -
     Raises:
         ValueError: one of them is not legal.
     """
+    if isinstance(aliases, str):
+        raise ValueError(f"aliases are a sequence of names, not the text {aliases!r}")
     for each in (name, *aliases):
         if _NAME.fullmatch(each) is None:
             raise ValueError(f"message type name {each!r} must be 1 to 128 ASCII letters, digits, '_', '-' or '.'")

@@ -1,8 +1,10 @@
 """Given-when-expect for aggregates: what happened, what is asked, what must come of it. No runtime, no store."""
 
-from collections.abc import Coroutine
-from inspect import iscoroutine
+from collections.abc import Awaitable, Coroutine, Iterable
+from inspect import isawaitable
 from typing import Any
+
+import trio
 
 from trio_wow.domain import AggregateModel, aggregate_model
 
@@ -21,25 +23,26 @@ def given(aggregate: type, id: str, *events: object) -> "AggregateCase":
         TypeError: it is no aggregate.
         UnsourcedEventError: it cannot source one of the events.
     """
-    model = aggregate_model(aggregate)
-    state = model.new_state(model.aggregate_id(id).id)
-    for event in events:
-        model.apply(state, event)
-    return AggregateCase(model, state)
+    return AggregateCase(aggregate_model(aggregate), id, events)
 
 
 class AggregateCase:
     """An aggregate under test. Every method returns the case, so that steps can be chained.
 
+    Before and after each command the state is rebuilt from the events alone, as a running application does; what a
+    command function changes by itself is lost.
+
     Attributes:
         state: the aggregate's present state.
     """
 
-    def __init__(self, model: AggregateModel, state: Any) -> None:
-        self.state = state
+    def __init__(self, model: AggregateModel, id: str, events: Iterable[object]) -> None:
         self._model = model
-        self._events: tuple[object, ...] = ()
+        self._id = model.aggregate_id(id).id
+        self._history = [*events]
+        self._events: tuple[object, ...] | None = None
         self._error: Exception | None = None
+        self.state = self._rebuild()
 
     def when(self, command: object) -> "AggregateCase":
         """Give the aggregate a command: it decides, and its events are applied.
@@ -53,25 +56,30 @@ class AggregateCase:
         self._raise_unexpected()
         if type(command) not in self._model.commands:
             raise TypeError(f"{self._model.cls.__name__} has no @on_command function for {type(command).__name__}")
-        self._events = ()
+        self._events = None
+        state = self._rebuild()
         try:
-            decided = self._model.decide(self.state, command)
-            if iscoroutine(decided):
+            decided = self._model.decide(state, command)
+            if isawaitable(decided):
                 decided = _run_without_waiting(decided, command)
             events = self._model.events_of(command, decided)
             for event in events:
-                self._model.apply(self.state, event)
+                self._model.apply(state, event)
         except _WaitsError as error:
             raise TypeError(str(error)) from None
         except Exception as error:
             self._error = error
         else:
             self._events = events
+            self._history += events
+            self.state = self._rebuild()
         return self
 
     def expect_events(self, *events: object) -> "AggregateCase":
         """Assert that the last command yielded exactly these events, in this order."""
         self._raise_unexpected()
+        if self._events is None:
+            raise AssertionError(f"expected the events {list(events)}, but no command has succeeded")
         if self._events != events:
             raise AssertionError(f"expected the events {list(events)}, got {list(self._events)}")
         return self
@@ -84,7 +92,7 @@ class AggregateCase:
         """Assert that the last command raised an error of this class, with `text` in its text."""
         error, self._error = self._error, None
         if error is None:
-            raise AssertionError(f"expected {kind.__name__}, but the command yielded {list(self._events)}")
+            raise AssertionError(f"expected {kind.__name__}, but the command yielded {list(self._events or ())}")
         if not isinstance(error, kind) or text not in str(error):
             raise AssertionError(f"expected {kind.__name__} with {text!r}, got {error!r}") from error
         return self
@@ -97,6 +105,12 @@ class AggregateCase:
             raise AssertionError(f"expected the state {fields}, got {actual}")
         return self
 
+    def _rebuild(self) -> Any:
+        state = self._model.new_state(self._id)
+        for event in self._history:
+            self._model.apply(state, event)
+        return state
+
     def _raise_unexpected(self) -> None:
         error, self._error = self._error, None
         if error is not None:
@@ -107,10 +121,22 @@ class _WaitsError(Exception):
     pass
 
 
-def _run_without_waiting(coroutine: Coroutine[Any, Any, object], command: object) -> object:
+def _run_without_waiting(decided: Awaitable[object], command: object) -> object:
+    async def main() -> object:
+        return _step(_await(decided), command)
+
+    # Trio's own waits show themselves as such only inside a run.
+    return _step(_await(decided), command) if trio.lowlevel.in_trio_run() else trio.run(main)
+
+
+def _step(coroutine: Coroutine[Any, Any, object], command: object) -> object:
     try:
         coroutine.send(None)
     except StopIteration as stop:
         return stop.value
     coroutine.close()
     raise _WaitsError(f"the function for {type(command).__name__} waits; test it with a runtime")
+
+
+async def _await(decided: Awaitable[object]) -> object:
+    return await decided
