@@ -14,7 +14,7 @@ DECLARED = ("3.11", "3.12", "3.13", "3.14")
 def _works(version: str) -> bool:
     """Whether an interpreter is there and runs; a launcher without its interpreter does not."""
     python = shutil.which(f"python{version}")
-    return python is not None and subprocess.run([python, "--version"], capture_output=True, check=False).returncode == 0
+    return python is not None and not subprocess.run([python, "--version"], capture_output=True, check=False).returncode
 
 
 # The interpreters that this machine has; where none has a versioned name, the one that runs nox.
