@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import trio
-from attrs import frozen
+from attrs import define, field, frozen
 from chain_domain import (
     Answering,
     Break,
@@ -28,7 +28,18 @@ from chain_domain import (
 from support import collect, task_names
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from trio_wow import App, CommandGateway, DomainEvent, event_processor, on_event, projection, saga
+from trio_wow import (
+    App,
+    CommandGateway,
+    DomainEvent,
+    aggregate,
+    event_processor,
+    on_command,
+    on_event,
+    on_sourcing,
+    projection,
+    saga,
+)
 from trio_wow.buses import InMemoryCommandBus, InMemoryDomainEventBus
 from trio_wow.dispatch import CommandDispatcher, EventDispatcher, ProjectionDispatcher, SagaDispatcher
 from trio_wow.domain import Domain
@@ -224,8 +235,159 @@ class TestCommands:
             runtime.request_stop()
         assert log == ["append", "publish", "processed"]
 
+    async def test_a_function_that_leaves_a_scope_open_fails_its_command_before_anything_is_stored(self) -> None:
+        @frozen
+        class Leak:
+            id: str
+
+        @frozen
+        class Leaked:
+            pass
+
+        @aggregate(context="leaks")
+        @define
+        class Leaky:
+            id: str
+
+            @on_command
+            async def leak(self, command: Leak) -> Leaked:
+                trio.CancelScope().__enter__()
+                await trio.lowlevel.checkpoint()
+                return Leaked()
+
+            @on_sourcing
+            def leaked(self, event: Leaked) -> None: ...
+
+        app = App([Leaky])
+        async with serving(app) as gateway:
+            result = await gateway.send_and_wait(Leak("a"))
+            assert result.error is not None
+            assert result.error.code == "CancelScopeLeakError"
+            assert "Leaky.leak left a cancel scope open" in result.error.text
+        assert not await app.store.read_all(0, 9)
+
+    async def test_an_error_that_cannot_be_shown_is_a_result_all_the_same(self) -> None:
+        class Unshowable(Exception):
+            def __str__(self) -> str:
+                raise LookupError
+
+        class Failing(InMemoryEventStore):
+            async def append(self, stream: DomainEventStream) -> None:
+                raise Unshowable
+
+        domain = Domain([Chain])
+        async with serving(App(domain, store=Failing(domain.serializer))) as gateway:
+            result = await gateway.send_and_wait(Step("a"))
+        assert result.error == CommandError("Unshowable", "its text cannot be shown: LookupError")
+
+    async def test_a_command_that_fails_by_mistake_is_logged_though_nobody_waits(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        async with serving(App([Chain])) as gateway:
+            await gateway.send(Unwritable("a"))
+        (record,) = caplog.records
+        assert record.getMessage() == "Unwritable for chains.chain/a failed"
+        assert record.exc_info
+        assert "Measured cannot be kept as JSON" in str(record.exc_info[1])
+
+    async def test_history_that_cannot_be_applied_says_why(self) -> None:
+        app = App([Chain])
+        chain = app.domain.command_message(Step("a")).aggregate_id
+        await app.store.append(
+            DomainEventStream(aggregate_id=chain, version=1, events=[Stepped(-1)], command_id="c", request_id="r")
+        )
+        async with serving(app) as gateway:
+            result = await gateway.send_and_wait(Step("a"))
+        assert result.error == CommandError(
+            "AggregateNotReadableError",
+            "version 1 of chains.chain/a cannot be applied any more: ZeroDivisionError('cannot be applied')",
+        )
+
+    async def test_what_a_state_makes_of_an_event_does_not_change_what_is_stored(self) -> None:
+        @frozen
+        class Add:
+            id: str
+
+        @frozen
+        class Added:
+            items: list[int]
+
+        @aggregate(context="lists")
+        @define
+        class Adding:
+            id: str
+            items: list[int] = field(factory=list)
+
+            @on_command
+            def add(self, command: Add) -> list[Added]:
+                return [Added([1]), Added([9])]
+
+            @on_sourcing
+            def added(self, event: Added) -> None:
+                if self.items:
+                    self.items += event.items
+                else:
+                    self.items = event.items
+
+        app = App([Adding])
+        async with serving(app) as gateway:
+            await gateway.send_and_wait(Add("a"))
+        (recorded,) = await app.store.read_all(0, 9)
+        assert recorded.stream.events == (Added([1]), Added([9]))
+
+    async def test_a_command_belongs_to_the_message_once_it_is_sent(self) -> None:
+        @define
+        class Mutable:
+            id: str
+            items: list[int]
+
+        @frozen
+        class Kept:
+            items: list[int]
+
+        @aggregate(context="lists")
+        @define
+        class Keeping:
+            id: str
+
+            @on_command
+            def keep(self, command: Mutable) -> Kept:
+                return Kept(command.items)
+
+            @on_sourcing
+            def kept(self, event: Kept) -> None: ...
+
+        app = App([Keeping])
+        command = Mutable("a", [1])
+        async with serving(app) as gateway:
+            await gateway.send(command)
+            command.items.append(2)
+        (recorded,) = await app.store.read_all(0, 9)
+        assert recorded.stream.events == (Kept([1]),)
+
 
 class TestProcessors:
+    async def test_a_function_that_leaves_a_scope_open_fails_alone(self, caplog: pytest.LogCaptureFixture) -> None:
+        @event_processor
+        class Leaky:
+            @on_event
+            async def stepped(self, event: Stepped) -> None:
+                trio.CancelScope().__enter__()
+                await trio.lowlevel.checkpoint()
+
+        steps = Steps()
+        async with serving(App([Chain], [Leaky(), steps])) as gateway:
+            await gateway.send_and_wait(Twice("a"))
+        assert steps.of == {"a": [100, 101]}
+        assert len(caplog.records) == 2
+        assert "Leaky.stepped left a cancel scope open" in caplog.text
+
+    def test_a_processor_given_twice_is_refused(self) -> None:
+        steps = Steps()
+        with pytest.raises(ConfigurationError, match="Steps object .* is given twice; give it once"):
+            App([Chain], [steps, steps])
+        App([Chain], [Steps(), Steps()])
+
     async def test_every_function_of_an_event_runs_and_one_that_fails_is_logged(
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -323,6 +485,11 @@ class TestProcessors:
 
 
 class TestSagas:
+    def test_two_sagas_of_one_name_are_refused(self) -> None:
+        """The request IDs of their commands would be the same."""
+        with pytest.raises(ConfigurationError, match="several sagas are named Answering; give one class another name"):
+            App([Chain], [Answering(1), Answering(2)])
+
     async def test_commands_go_out_with_request_ids_of_their_event_and_role(self) -> None:
         @saga
         class Notes:
@@ -490,8 +657,11 @@ class TestStop:
         app = App([Chain], [Exiting(), steps])
         error = await collect(partial(_serve_and_send, app, Step("a")))
         assert isinstance(error, ExceptionGroup)
-        assert isinstance(error.exceptions[0], HandlerExitError)
-        assert error.exceptions[0].code == 0
+        (exit_error,) = error.exceptions
+        assert isinstance(exit_error, HandlerExitError)
+        assert exit_error.code == 0
+        assert isinstance(exit_error.__cause__, SystemExit)
+        assert exit_error.__cause__.__notes__ == ["while event-dispatcher handled a message for chains.chain/a"]
 
     async def test_a_stored_stream_that_a_failing_runtime_does_not_publish_is_not_acknowledged(
         self, caplog: pytest.LogCaptureFixture
@@ -535,6 +705,13 @@ class TestStop:
         assert [type(error) for error in caught.value.exceptions] == [OSError]
         assert "version 1 of chains.chain/a is stored but not published" in caplog.text
         assert steps.of == {}
+
+    async def test_two_runtimes_of_one_application_at_once_are_refused(self) -> None:
+        app = App([Chain])
+        async with serving(app) as gateway:
+            with pytest.raises(RuntimeStateError, match="command-gateway belongs to another runtime until that has"):
+                await app.runtime(signals=False).serve()
+            assert (await gateway.send_and_wait(Step("a"))).version == 1
 
     async def test_an_application_can_be_served_again(self) -> None:
         steps = Steps()

@@ -607,9 +607,9 @@ class TestDomain:
 
     def test_serializer_knows_commands_and_events(self, domain: Domain) -> None:
         for body in (Open("A"), Close("A"), Opened(1.0), Closed()):
-            domain.serializer.check(body)
+            domain.serializer.copy(body)
         with pytest.raises(SerializationError):
-            domain.serializer.check(Unsourced())
+            domain.serializer.copy(Unsourced())
 
     def test_upgraders_reach_the_serializer(self) -> None:
         @define
@@ -637,7 +637,7 @@ class TestDomain:
         converter.register_unstructure_hook(complex, str)
         converter.register_structure_hook(complex, lambda text, _: complex(text))
         body = wave("A", 1 + 2j)
-        assert Domain([loan], converter=converter).command_message(body).body is body
+        assert Domain([loan], converter=converter).command_message(body).body == body
         with pytest.raises(SerializationError):
             Domain([loan]).command_message(body)
 
@@ -709,7 +709,7 @@ class TestCommandMessage:
         message = domain.command_message(command, request_id="r", tenant="acme", headers={"user": "ann"})
         assert message.aggregate_id == AggregateId("bank", "account", "A")
         assert message.aggregate_id.tenant == "acme"
-        assert message.body is command
+        assert message.body == command
         assert message.request_id == "r"
         assert message.headers == {"user": "ann"}
 

@@ -36,9 +36,16 @@ def test_a_good_row_is_a_flight(tmp_path: Path) -> None:
     assert file.rejected == []
 
 
-def test_a_file_without_rows_has_no_flights(tmp_path: Path) -> None:
-    file = read_flights(written(tmp_path))
-    assert (file.flights, file.rejected) == ([], [])
+def test_a_file_without_rows_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FlightDataError, match="line 1: there is no row below the columns"):
+        read_flights(written(tmp_path))
+
+
+def test_a_last_line_without_its_end_is_a_cut(tmp_path: Path) -> None:
+    path = written(tmp_path, GOOD)
+    path.write_bytes(gzip.compress(gzip.decompress(path.read_bytes())[:-3]))
+    with pytest.raises(FlightDataError, match="line 2: the last line has no end: the file is cut off"):
+        read_flights(path)
 
 
 @pytest.mark.parametrize(

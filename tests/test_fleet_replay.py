@@ -63,7 +63,7 @@ def small(tmp_path: Path) -> Path:
         "1,4,517,NA,AA,1,N2,JFK,MIA,NA,1089",
     ]
     path = tmp_path / "small.csv.gz"
-    path.write_bytes(gzip.compress("\n".join([",".join(COLUMNS), *rows]).encode()))
+    path.write_bytes(gzip.compress("".join(f"{line}\n" for line in [",".join(COLUMNS), *rows]).encode()))
     return path
 
 
@@ -125,7 +125,7 @@ def test_a_file_that_is_not_usable_gives_one_line_and_changes_nothing(small: Pat
     elif kind != "missing":
         changed = {
             "columns": text.replace("tailnum", "tail"),
-            "fields": f"{text}\n1,1,517",
+            "fields": f"{text}1,1,517\n",
             "number": text.replace(",90,1089", ",ninety,1089", 1),
         }
         path.write_bytes(gzip.compress(changed[kind].encode()))

@@ -116,6 +116,14 @@ async def test_a_timeout_that_is_not_positive_is_refused(timeout: float) -> None
             await gateway.send_and_wait(Step("a"), timeout=timeout)
 
 
+@pytest.mark.parametrize("until", ["PROCESSED", None])
+async def test_what_is_no_stage_is_refused(until: Any) -> None:
+    app = App([Chain])
+    async with app.serving(quick(app)) as gateway:
+        with pytest.raises(TypeError, match="until must be a Stage, not"):
+            await gateway.send_and_wait(Step("a"), until=until)
+
+
 @frozen
 class Unknown:
     id: str

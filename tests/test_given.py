@@ -10,7 +10,7 @@ import trio.lowlevel
 from attrs import define, field, frozen
 
 from trio_wow.domain import aggregate, on_command, on_sourcing
-from trio_wow.errors import CommandRejectedError, InvalidIdentifierError, UnsourcedEventError
+from trio_wow.errors import CommandRejectedError, InvalidIdentifierError, SerializationError, UnsourcedEventError
 from trio_wow.testing import AggregateCase, given
 
 
@@ -215,6 +215,16 @@ class TestWhen:
         case = given(Counter, "A", Added(5)).when(Return("A", [Added(1), Added(-1)]))
         case.expect_error(ZeroDivisionError).expect_state(total=5, amounts=[5])
         case.when(Add("A", (2,))).expect_state(total=7)
+
+    def test_events_come_back_as_a_store_would_give_them(self) -> None:
+        case = given(Counter, "A", Added(1))
+        with pytest.raises(SerializationError, match=r"amount=1.5 comes back as 1"):
+            given(Counter, "A", Added(1.5))  # type: ignore[arg-type]
+        case.when(Add("A", (2,))).expect_state(total=3, amounts=[1, 2])
+
+    def test_command_for_another_aggregate_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="the command is for 'B', not for 'A'"):
+            given(Counter, "A").when(Add("B", (1,)))
 
 
 class TestExpectEvents:

@@ -518,6 +518,19 @@ class TestErrors:
         with pytest.raises(TypeError, match=f"cannot dispatch from {type(source).__name__}: give a trio.Memory"):
             await KeyedExecutor().dispatch(source, key=itself, handler=lambda _: None)
 
+    @pytest.mark.parametrize("name", ["key", "on_error", "on_discard"])
+    async def test_what_is_no_plain_function_is_refused(self, name: str) -> None:
+        async def wrong(*args: object) -> None: ...
+
+        functions: dict[str, Any] = {"key": itself, "handler": itself}
+        for value in (wrong, 5):
+            with pytest.raises(TypeError, match=f"{name} must be a plain function, not"):
+                await KeyedExecutor().dispatch(ListSource([1]), **(functions | {name: value}))
+        with pytest.raises(TypeError, match="key must be a plain function, not None"):
+            await KeyedExecutor().dispatch(ListSource([1]), **(functions | {"key": None}))
+        with pytest.raises(TypeError, match="handler must be a function of one item, not None"):
+            await KeyedExecutor().dispatch(ListSource([1]), **(functions | {"handler": None}))
+
 
 class TestCancellation:
     async def test_interrupts_what_runs_and_discards_what_waits(self) -> None:

@@ -15,7 +15,6 @@ from uuid import UUID
 import attrs
 import pytest
 from attrs import define, field, frozen
-from cattrs.preconf.orjson import make_converter
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -41,6 +40,7 @@ from trio_wow.messages import (
     Stage,
     check_identifier,
     check_name,
+    make_converter,
     message_type,
 )
 
@@ -116,7 +116,7 @@ def serializer(*classes: type, upgraders: Iterable[EventUpgrader] = ()) -> Seria
 
 def there_and_back(body: object) -> Any:
     writes = serializer(type(body))
-    writes.check(body)
+    writes.copy(body)
     return writes.load_stream(writes.dump_stream(stream(body)), "here").events[0]
 
 
@@ -551,7 +551,7 @@ class TestRoundTrip:
         body = Anything({"list": [1, {"deep": None}]})
         before = copy.deepcopy(body)
         written = stream(body, headers={"user": "ann"})
-        serializer().check(body)
+        serializer().copy(body)
         serializer().dump_stream(written)
         assert body == before
         assert written.headers == {"user": "ann"}
@@ -568,14 +568,14 @@ class TestRoundTrip:
         body = Wave(1 + 2j)
         assert writes.load_stream(writes.dump_stream(stream(body)), "here").events == (body,)
         with pytest.raises(SerializationError):
-            Serializer(MessageTypes([Wave])).check(body)
+            Serializer(MessageTypes([Wave])).copy(body)
 
 
 class TestRefused:
     def refuses(self, body: object) -> None:
         writes = serializer()
         with pytest.raises(SerializationError):
-            writes.check(body)
+            writes.copy(body)
         with pytest.raises(SerializationError):
             writes.dump_stream(stream(Line("tea", 1), body))
 
@@ -625,7 +625,7 @@ class TestRefused:
     )
     def test_error_names_what_was_refused(self, body: object, shown: str) -> None:
         with pytest.raises(SerializationError) as caught:
-            serializer().check(body)
+            serializer().copy(body)
         assert shown in str(caught.value)
         assert type(body).__name__ in str(caught.value)
 
@@ -635,7 +635,7 @@ class TestRefused:
 
     def test_unregistered_class_is_refused_with_its_name(self) -> None:
         writes = serializer(Line)
-        for refused in (lambda: writes.check(Anything(1)), lambda: writes.dump_stream(stream(Anything(1)))):
+        for refused in (lambda: writes.copy(Anything(1)), lambda: writes.dump_stream(stream(Anything(1)))):
             with pytest.raises(UnknownMessageTypeError) as caught:
                 refused()
             assert (caught.value.name, caught.value.source) == ("Anything", f"class {__name__}.Anything")
@@ -663,7 +663,7 @@ class TestNothingIsChanged:
     def is_refused_or_kept(body: Any) -> None:
         writes = serializer(type(body))
         try:
-            writes.check(body)
+            writes.copy(body)
         except SerializationError:
             return
         loaded: Any = writes.load_stream(writes.dump_stream(stream(body)), "here").events[0]
@@ -978,3 +978,50 @@ class TestBrokenForm:
     def test_any_bytes_are_an_error_of_ours(self, data: bytes) -> None:
         with pytest.raises(SerializationError):
             serializer().load_stream(data, "here")
+
+
+class TestExplanations:
+    @pytest.mark.parametrize(
+        ("body", "text"),
+        [
+            (
+                Line("tea", 2**64),
+                r"Line cannot be kept as JSON: amount=18446744073709551616: Integer exceeds 64-bit range",
+            ),
+            (Line("\ud800", 1), r"name='\\ud800': str is not valid UTF-8"),
+            (Anything(timedelta(1)), r"value=datetime.timedelta\(days=1\): .* with hooks for timedelta"),
+            (Anything(math.nan), r"Anything does not come back from JSON as it was: value=nan comes back as None"),
+        ],
+    )
+    def test_an_error_names_the_field_the_value_and_the_way_out(self, body: object, text: str) -> None:
+        with pytest.raises(SerializationError, match=text):
+            serializer().copy(body)
+
+    def test_a_stored_body_that_does_not_fit_is_told_field_by_field(self) -> None:
+        data = serializer().dump_stream(stream(Line("tea", 1))).replace(b'"amount":1', b'"amount":"x"')
+        with pytest.raises(SerializationError, match=r"does not fit Line: invalid value for type.* @ .*amount"):
+            serializer().load_stream(data, "here")
+
+    def test_an_upgrader_for_an_unknown_name_is_refused(self) -> None:
+        class Upgrader:
+            name = "Lime"
+            revision = 1
+
+            def upgrade(self, body: dict[str, Any], /) -> dict[str, Any]:
+                return body
+
+        with pytest.raises(ConfigurationError, match="an upgrader reads 'Lime', which is no registered name"):
+            Serializer(MessageTypes([Line]), upgraders=[Upgrader()])
+
+    def test_hooks_of_ones_own_join_those_of_the_library(self) -> None:
+        converter = make_converter()
+        converter.register_unstructure_hook(timedelta, lambda value: value.total_seconds())
+        converter.register_structure_hook(timedelta, lambda value, _: timedelta(seconds=value))
+
+        @frozen
+        class Long:
+            duration: timedelta
+            price: Decimal
+
+        body = Long(timedelta(days=1), Decimal("0.10"))
+        assert Serializer(MessageTypes([Long]), converter=converter).copy(body) == body

@@ -1,11 +1,13 @@
 """What the README shows, as it stands."""
 
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support import PythonProcess
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -22,6 +24,17 @@ def test_the_complete_program_runs_and_has_at_most_30_lines() -> None:
     assert len(COMPLETE.splitlines()) <= 30
     assert run(COMPLETE) == "{'tea': 2, 'coffee': 1}\n"
     assert "{'tea': 2, 'coffee': 1}" in README
+
+
+def test_ctrl_c_stops_the_complete_program_in_order() -> None:
+    program = COMPLETE.replace("    print(results)", "        print('sent', flush=True); await trio.sleep_forever()")
+    with PythonProcess("-c", program) as process:
+        process.read_until("sent")
+        process.send(signal.SIGINT)
+        code, _, errors = process.finish()
+    assert code != 0
+    assert "KeyboardInterrupt" in errors
+    assert "Error" not in errors
 
 
 def test_the_executor_without_aggregates_runs_and_has_at_most_10_lines() -> None:

@@ -378,6 +378,19 @@ class TestDeadline:
         assert str(error).endswith("mailbox 8")
         assert error.held["a"] == tuple(names)
 
+    async def test_operations_that_are_still_open_are_named(self, autojump_clock: MockClock) -> None:
+        part = Part("a", [], start=lambda part: part.context.try_acquire("import of orders"))
+        runtime = quick([part])
+        part.steps["caught_up"] = lambda _: None
+        with pytest.raises(ExceptionGroup) as caught:
+            async with trio.open_nursery() as nursery:
+                await nursery.start(runtime.serve)
+                runtime.request_stop()
+        (error,) = caught.value.exceptions
+        assert isinstance(error, ShutdownDeadlineError)
+        assert error.operations == ("import of orders",)
+        assert str(error).endswith("a held nothing; open operations: import of orders")
+
     async def test_the_quiet_period_cannot_move_the_deadline(self, autojump_clock: MockClock) -> None:
         part = Part("a", [])
         runtime = quick([part], shutdown_timeout=7, shutdown_quiet_period=2)
@@ -610,6 +623,25 @@ def test_numbers_out_of_range_are_refused(options: dict[str, float], problem: st
 def test_what_is_no_component_is_refused() -> None:
     with pytest.raises(TypeError, match="is no RuntimeComponent: it lacks one of prepare, start"):
         Runtime([object()])  # type: ignore[list-item]
+
+
+async def test_only_one_runtime_of_a_process_takes_its_signals() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    first = Runtime([], shutdown_quiet_period=0)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(first.serve)
+        second = Runtime([])
+        with pytest.raises(RuntimeStateError, match="another runtime takes this process's signals; pass signals=False"):
+            await second.serve()
+        assert second.state.name == "NEW"
+        third = await nursery.start(quick([]).serve)
+        third.request_stop()
+        await third.wait_stopped()
+        first.request_stop()
+    assert signal.getsignal(signal.SIGINT) is before
+    fourth = Runtime([], shutdown_quiet_period=0)
+    fourth.request_stop()
+    await fourth.serve()
 
 
 SERVICE = """

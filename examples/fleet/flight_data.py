@@ -5,7 +5,7 @@ import enum
 import gzip
 import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import date
 from pathlib import Path
 
@@ -127,9 +127,17 @@ def read_flights(path: Path) -> FlightFile:
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
     """Yield the line number and the fields of each row, checked."""
     line = 0
+    last = ""
+
+    def lines(text: Iterable[str]) -> Iterator[str]:
+        nonlocal last
+        for line_text in text:
+            last = line_text
+            yield line_text
+
     try:
         with gzip.open(path, "rt", encoding="utf-8", newline="") as text:
-            reader = csv.reader(text, strict=True)
+            reader = csv.reader(lines(text), strict=True)
             header = next(reader, None)
             if header is None:
                 raise FlightDataError(path, "the file is empty")
@@ -147,6 +155,10 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
                 if problem is not None:
                     raise FlightDataError(path, problem, line)
                 yield line, row
+            if line == 1:
+                raise FlightDataError(path, "there is no row below the columns", line)
+            if not last.endswith("\n"):
+                raise FlightDataError(path, "the last line has no end: the file is cut off", line)
     except EOFError:
         raise FlightDataError(path, "the compressed data is cut off after this line", line) from None
     except (gzip.BadGzipFile, zlib.error) as error:

@@ -94,13 +94,18 @@ class ShutdownDeadlineError(WowError):
     Attributes:
         reason: what forced the stop.
         held: component name -> names of the tasks it still ran when it was forced; the text shows the first few.
+        operations: names of the leases that were still open.
     """
 
-    def __init__(self, reason: str, held: Mapping[str, Sequence[str]]) -> None:
-        shown = "; ".join(f"{name} held {_some(tasks)}" for name, tasks in held.items())
+    def __init__(self, reason: str, held: Mapping[str, Sequence[str]], operations: Sequence[str] = ()) -> None:
+        parts = [f"{name} held {_some(tasks)}" for name, tasks in held.items()]
+        if operations:
+            parts.append(f"open operations: {_some(operations)}")
+        shown = "; ".join(parts)
         super().__init__(f"the stop was forced by {reason}" + (f": {shown}" if shown else ""))
         self.reason = reason
         self.held = {name: tuple(tasks) for name, tasks in held.items()}
+        self.operations = tuple(operations)
 
 
 def _some(names: Sequence[str]) -> str:
@@ -248,15 +253,15 @@ class TenantMismatchError(WowError):
 
 
 class AggregateNotReadableError(WowError):
-    """Stored events could not be turned back into state. Nothing was stored; the `__cause__` says why.
+    """Stored events could not be turned back into state. Nothing was stored; the `__cause__` is what was raised.
 
     Attributes:
         aggregate_id: the aggregate.
         version: the version that could not be applied.
     """
 
-    def __init__(self, aggregate_id: object, version: int) -> None:
-        super().__init__(f"version {version} of {aggregate_id} cannot be applied")
+    def __init__(self, aggregate_id: object, version: int, reason: BaseException) -> None:
+        super().__init__(f"version {version} of {aggregate_id} cannot be applied any more: {reason!r}")
         self.aggregate_id = aggregate_id
         self.version = version
 

@@ -75,16 +75,17 @@ class App:
         """Serve while the `async with` block runs; at its end stop in order and wait for it.
 
         For programs that have a main job of their own, and for tests. A nursery is open inside: what fails comes in
-        an exception group.
+        an exception group. An error in the block, Ctrl+C included, stops the runtime in order too.
 
         Args:
-            runtime: made by `runtime()`; by default one without arguments.
+            runtime: made by `runtime()`; by default one that leaves signals alone. One that takes them stops at the
+                first signal while the block goes on: its next command from outside is refused.
 
         Raises:
             RuntimeStateError: a stop was requested before the runtime could serve.
         """
         if runtime is None:
-            runtime = self.runtime()
+            runtime = self.runtime(signals=False)
         returned = False
 
         async def serve(*, task_status: trio.TaskStatus[Runtime]) -> None:

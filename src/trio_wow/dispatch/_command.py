@@ -7,8 +7,9 @@ from typing import Protocol
 from trio_wow.buses import CommandBus, DomainEventBus
 from trio_wow.dispatch._dispatcher import MessageDispatcher
 from trio_wow.domain import Domain
-from trio_wow.errors import AdmissionClosedError, DuplicateRequestIdError, WowError
+from trio_wow.errors import AdmissionClosedError, CommandRejectedError, DuplicateRequestIdError
 from trio_wow.eventsourcing import AggregateRepository, EventStore
+from trio_wow.execution import no_leaked_scope
 from trio_wow.messages import CommandError, CommandMessage, CommandResult, DomainEventStream, Stage
 
 __all__ = ["CommandDispatcher", "ResultSink"]
@@ -89,7 +90,8 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
             return stored, DuplicateRequestIdError(message.aggregate_id, message.request_id, stored.version)
         decided = aggregate.model.decide(aggregate.state, message.body)
         if isawaitable(decided):
-            decided = await decided
+            with no_leaked_scope(getattr(decided, "__qualname__", repr(decided)), message.aggregate_id):
+                decided = await decided
         events = aggregate.model.events_of(message.body, decided)
         if not events:
             return None, None
@@ -114,7 +116,7 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
 
 def _log_failure(message: CommandMessage, error: Exception) -> None:
     name = type(message.body).__name__
-    if isinstance(error, WowError):
-        _log.debug("%s for %s failed: %s", name, message.aggregate_id, error)
+    if isinstance(error, CommandRejectedError):
+        _log.debug("%s for %s was refused: %s", name, message.aggregate_id, error)
     else:
         _log.warning("%s for %s failed", name, message.aggregate_id, exc_info=error)

@@ -106,8 +106,13 @@ class MessageDispatcher(ABC, Generic[M]):
         if lease is None:
             return  # admission has closed: not handled, not acknowledged
         with lease:
-            if await self.handle(exchange.message):
-                await exchange.acknowledge()
+            try:
+                if await self.handle(exchange.message):
+                    await exchange.acknowledge()
+            except BaseException as error:
+                if not isinstance(error, trio.Cancelled):
+                    error.add_note(f"while {self.name} handled a message for {exchange.message.aggregate_id}")
+                raise
 
     def _is_ending(self) -> bool:
         """Whether the runtime is ending after a failure, so that what is sent or published now may reach nobody."""

@@ -11,6 +11,7 @@ from trio_wow.buses import DomainEventBus
 from trio_wow.dispatch._dispatcher import MessageDispatcher
 from trio_wow.domain import Domain, ProcessorKind, processor_model
 from trio_wow.errors import ConfigurationError
+from trio_wow.execution import no_leaked_scope
 from trio_wow.messages import DomainEvent, DomainEventStream
 
 __all__ = ["EventDispatcher", "ProjectionDispatcher"]
@@ -58,8 +59,12 @@ class EventDispatcher(MessageDispatcher[DomainEventStream]):
     ) -> None:
         self._functions: dict[type, list[BoundFunction]] = {}
         problems = []
+        seen: list[object] = []
         for processor in processors:
             model = processor_model(processor)
+            if any(processor is other for other in seen):
+                problems.append(f"{processor!r} is given twice; give it once")
+            seen.append(processor)
             if model.kind is not self.kind:
                 problems.append(
                     f"{model.name} is a @{model.kind.value}; {type(self).__name__} takes a @{self.kind.value}"
@@ -85,7 +90,8 @@ class EventDispatcher(MessageDispatcher[DomainEventStream]):
                 try:
                     result = function.call(event if function.takes_envelope else body)
                     if isawaitable(result):
-                        result = await result
+                        with no_leaked_scope(function.name, message.aggregate_id):
+                            result = await result
                     await self._answer(function, event, result)
                 except Exception:
                     where = (function.name, type(body).__name__, message.version, message.aggregate_id)

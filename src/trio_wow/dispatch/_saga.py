@@ -1,11 +1,12 @@
 """Sagas: events answered with commands."""
 
+from collections import Counter
 from collections.abc import Iterable
 
 from trio_wow.buses import CommandBus, DomainEventBus
 from trio_wow.dispatch._event import BoundFunction, EventDispatcher
-from trio_wow.domain import Domain, ProcessorKind
-from trio_wow.errors import NoSubscriberError
+from trio_wow.domain import Domain, ProcessorKind, processor_model
+from trio_wow.errors import ConfigurationError, NoSubscriberError
 from trio_wow.messages import DomainEvent
 
 __all__ = ["SagaDispatcher"]
@@ -26,7 +27,7 @@ class SagaDispatcher(EventDispatcher):
         name: the component and its consumer group.
 
     Raises:
-        ConfigurationError: as for `EventDispatcher`.
+        ConfigurationError: as for `EventDispatcher`; or two sagas have one name.
     """
 
     kind = ProcessorKind.SAGA
@@ -40,6 +41,13 @@ class SagaDispatcher(EventDispatcher):
         *,
         name: str = "saga-dispatcher",
     ) -> None:
+        sagas = list(sagas)
+        names = Counter(processor_model(each).name for each in sagas)
+        if doubled := [name for name, count in names.items() if count > 1]:
+            # Their commands would share request IDs, and all but one of each would be taken for duplicates.
+            raise ConfigurationError(
+                [f"several sagas are named {name}; give one class another name" for name in doubled]
+            )
         super().__init__(sagas, domain, bus, name=name)
         self._domain = domain
         self._commands = commands

@@ -92,10 +92,17 @@ class AggregateModel:
         Raises:
             UnsourcedEventError: the class has no sourcing function for it.
         """
-        source = self._source.get(type(event))
-        if source is None:
+        self.check_sourced(event)
+        self._source[type(event)](state, event)
+
+    def check_sourced(self, event: object) -> None:
+        """Refuse an event that could not change the state.
+
+        Raises:
+            UnsourcedEventError: the class has no sourcing function for it.
+        """
+        if type(event) not in self._source:
             raise UnsourcedEventError(self.cls.__name__, type(event))
-        source(state, event)
 
 
 def aggregate(*, context: str, name: str | None = None) -> Callable[[C], C]:

@@ -18,7 +18,7 @@ class Domain:
     Args:
         aggregates: classes decorated with `@aggregate`.
         upgraders: for stored bodies of older revisions.
-        converter: a cattrs converter with hooks of your own; see `Serializer`.
+        converter: from `trio_wow.messages.make_converter`, with hooks of your own.
 
     Attributes:
         aggregates: their models.
@@ -83,7 +83,7 @@ class Domain:
         """Address a command to the aggregate that its `id` names, and check that it can travel.
 
         Args:
-            command: an attrs object of a registered class.
+            command: an attrs object of a registered class; the message holds a copy.
             request_id: names what is wanted, so that it is done once; by default a new one.
             tenant: the tenant who sends it.
             headers: copied.
@@ -97,7 +97,7 @@ class Domain:
         if model is None:
             raise UnroutableCommandError(type(command))
         aggregate_id = model.aggregate_id(command.id, tenant)
-        self.serializer.check(command)
+        body = self.serializer.copy(command)
         if request_id is None:
-            return CommandMessage(aggregate_id=aggregate_id, body=command, headers=headers or {})
-        return CommandMessage(aggregate_id=aggregate_id, body=command, request_id=request_id, headers=headers or {})
+            return CommandMessage(aggregate_id=aggregate_id, body=body, headers=headers or {})
+        return CommandMessage(aggregate_id=aggregate_id, body=body, request_id=request_id, headers=headers or {})

@@ -7,7 +7,7 @@ from attrs import define
 from trio_wow.domain import AggregateModel, Domain
 from trio_wow.errors import AggregateNotReadableError, TenantMismatchError
 from trio_wow.eventsourcing._store import EventStore
-from trio_wow.messages import AggregateId, CommandMessage, DomainEventStream
+from trio_wow.messages import AggregateId, CommandMessage, DomainEventStream, Serializer
 
 __all__ = ["AggregateRepository", "LoadedAggregate"]
 
@@ -21,22 +21,27 @@ class LoadedAggregate:
         model: what it can do.
         state: an instance of the aggregate's class.
         version: of the last stream applied; 0 when nothing has happened yet.
+        serializer: the application's.
     """
 
     id: AggregateId
     model: AggregateModel
     state: Any
     version: int
+    serializer: Serializer
 
     def advance(self, command: CommandMessage, events: tuple[object, ...]) -> DomainEventStream:
         """Apply what was decided, and return it as the aggregate's next stream.
 
         Raises:
             UnsourcedEventError: the aggregate cannot source one of the events.
+            SerializationError: one would not come back from a store as it is.
             Exception: what a sourcing function raised. The state is then of no use any more.
         """
         for event in events:
-            self.model.apply(self.state, event)
+            self.model.check_sourced(event)
+            # A copy, as it will be loaded: what the state makes of it must not change what is stored.
+            self.model.apply(self.state, self.serializer.copy(event))
         self.version += 1
         return DomainEventStream(
             aggregate_id=self.id,
@@ -64,7 +69,7 @@ class AggregateRepository:
             SerializationError: a stored event cannot be read any more.
         """
         model = self._domain.model_of(aggregate_id)
-        loaded = LoadedAggregate(aggregate_id, model, model.new_state(aggregate_id.id), 0)
+        loaded = LoadedAggregate(aggregate_id, model, model.new_state(aggregate_id.id), 0, self._domain.serializer)
         for stream in await self._store.load(aggregate_id):
             if stream.aggregate_id.tenant != aggregate_id.tenant:
                 raise TenantMismatchError(aggregate_id, aggregate_id.tenant)
@@ -72,6 +77,6 @@ class AggregateRepository:
                 for event in stream.events:
                     model.apply(loaded.state, event)
             except Exception as error:
-                raise AggregateNotReadableError(aggregate_id, stream.version) from error
+                raise AggregateNotReadableError(aggregate_id, stream.version, error) from error
             loaded.version = stream.version
         return loaded

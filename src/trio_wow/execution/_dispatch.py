@@ -9,9 +9,10 @@ from typing import Generic, TypeVar
 
 import trio
 
-from trio_wow.errors import CancelScopeLeakError, ExecutorClosedError
+from trio_wow.errors import ExecutorClosedError
 from trio_wow.execution._errors import split_cancelled
 from trio_wow.execution._isolation import Isolated
+from trio_wow.execution._leaks import no_leaked_scope
 from trio_wow.execution._source import BatchSource, DemandSource
 
 __all__ = ["Dispatch"]
@@ -62,6 +63,7 @@ class Dispatch(Generic[T]):
         self._key = key
         self._handler = handler
         self._handler_is_async = iscoroutinefunction(handler) or iscoroutinefunction(type(handler).__call__)
+        self._handler_name: str = getattr(handler, "__qualname__", None) or repr(handler)
         self._on_error = on_error
         self._on_discard = on_discard
         self._context = copy_context()
@@ -96,13 +98,13 @@ class Dispatch(Generic[T]):
         if cancelled is not None:
             self._errors.append(cancelled)
         if len(self._errors) > 1:
-            raise BaseExceptionGroup(f"several errors in a dispatch of executor {self._executor!r}", self._errors)
+            raise BaseExceptionGroup(f"errors in a dispatch of executor {self._executor!r}", self._errors)
         if self._errors:
             raise self._errors[0]
         if not self._complete:
             if self._forced:
                 raise ExecutorClosedError(self._executor, "a forced stop ended this dispatch")
-            raise RuntimeError(f"{self._handler_name()} raised trio.Cancelled although nothing had been cancelled")
+            raise RuntimeError(f"{self._handler_name} raised trio.Cancelled although nothing had been cancelled")
 
     def force_stop(self) -> None:
         """Cancel the dispatch; `run` then raises `ExecutorClosedError`, unless everything was finished already."""
@@ -173,11 +175,7 @@ class Dispatch(Generic[T]):
         queue = mailbox.queue
         turn = 0
         while queue:
-            waited, leaked = await self._handle(mailbox.key, queue.popleft())
-            if leaked and queue:
-                # The scope that the handler left behind must not reach the next item: a fresh task has none.
-                self._start(mailbox)
-                return
+            waited = await self._handle(mailbox.key, queue.popleft())
             turn = 0 if waited else turn + 1
             if turn == self._throughput and queue:
                 turn = 0
@@ -188,26 +186,20 @@ class Dispatch(Generic[T]):
                     raise
         del self._mailboxes[mailbox.key]
 
-    async def _handle(self, key: Hashable, item: T) -> tuple[bool, bool]:
-        """Run the handler for one item. Returns whether it waited, and whether it left a cancel scope open."""
+    async def _handle(self, key: Hashable, item: T) -> bool:
+        """Run the handler for one item, and settle how it ended. Returns whether it waited."""
         error: BaseException | None = None
-        waited = leaked = False
+        waited = False
         try:
             try:
-                with trio.CancelScope():
-                    try:
-                        waited = await self._call(item)
-                    except BaseException as raised:
-                        error = raised
-            except RuntimeError:  # Trio's complaint about a scope that is not the innermost one
-                leaked = True
-                leak = CancelScopeLeakError(self._handler_name(), key)
-                leak.__cause__ = error
-                error = leak
+                with no_leaked_scope(self._handler_name, key):
+                    waited = await self._call(item)
+            except BaseException as raised:
+                error = raised
             self._finish(item, error)
         finally:
             del error  # it refers to this frame
-        return waited, leaked
+        return waited
 
     async def _call(self, item: T) -> bool:
         context = self._context.copy()
@@ -220,7 +212,7 @@ class Dispatch(Generic[T]):
             if iscoroutine(result):
                 result.close()
             raise TypeError(
-                f"handler {self._handler_name()} is a plain function but returned an awaitable; declare it `async def`"
+                f"handler {self._handler_name} is a plain function but returned an awaitable; declare it `async def`"
             )
         return False
 
@@ -281,6 +273,3 @@ class Dispatch(Generic[T]):
                 self._on_discard(item)
             except BaseException as error:
                 self._fail(error)
-
-    def _handler_name(self) -> str:
-        return getattr(self._handler, "__qualname__", None) or repr(self._handler)

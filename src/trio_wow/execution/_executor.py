@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import AsyncIterator, Callable, Hashable
+from inspect import iscoroutinefunction
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -88,7 +89,8 @@ class KeyedExecutor:
 
         Raises:
             ExecutorClosedError: the executor is closed, or a forced stop ended the dispatch.
-            TypeError: `source` is of no known kind; or a plain handler returned an awaitable.
+            TypeError: `source` is of no known kind; `handler` cannot be called; `key` or a callback is no plain
+                function; or a plain handler returned an awaitable.
             CancelScopeLeakError: (to `on_error`, if given) a handler left a cancel scope open.
             BaseException: what the source, `key` or the handler raised: a single error itself, several as a group with
                 the first one first. Before that the running handlers are cancelled, the items not yet started are
@@ -101,6 +103,11 @@ class KeyedExecutor:
         """
         if self._closed:
             raise ExecutorClosedError(self._name, "it refuses new dispatches")
+        if not callable(handler):
+            raise TypeError(f"handler must be a function of one item, not {handler!r}")
+        for name, function in (("key", key), ("on_error", on_error), ("on_discard", on_discard)):
+            if (function is not None or name == "key") and (not callable(function) or iscoroutinefunction(function)):
+                raise TypeError(f"{name} must be a plain function, not {function!r}")
         dispatch = Dispatch(
             executor=self._name,
             max_in_flight=self._max_in_flight,

@@ -8,7 +8,13 @@ import trio
 
 from trio_wow.buses import CommandBus
 from trio_wow.domain import Domain
-from trio_wow.errors import AdmissionClosedError, NoSubscriberError, WaitAbandonedError, WaitTimeoutError
+from trio_wow.errors import (
+    AdmissionClosedError,
+    NoSubscriberError,
+    RuntimeStateError,
+    WaitAbandonedError,
+    WaitTimeoutError,
+)
 from trio_wow.messages import DEFAULT_TENANT, CommandMessage, CommandResult, Stage
 from trio_wow.runtime import Admission, RuntimeContext
 
@@ -87,6 +93,9 @@ class CommandGateway:
     ) -> CommandResult:
         """Send a command, and wait until it has reached a stage.
 
+        Never wait for a command to the aggregate whose message is being handled: it cannot begin before the handler has
+        returned, so the wait ends only by its timeout.
+
         Args:
             command: as for `send`.
             until: the stage.
@@ -102,11 +111,14 @@ class CommandGateway:
         Raises:
             WaitTimeoutError: the stage was not reached in time.
             WaitAbandonedError: the runtime stopped first.
-            ValueError: `timeout` is not positive.
+            ValueError: `timeout` is not a positive number.
+            TypeError: `until` is no `Stage`.
             WowError: as for `send`.
 
         Cancellation: the command may have been sent, and is then handled all the same; nothing waits for it any more.
         """
+        if not isinstance(until, Stage):
+            raise TypeError(f"until must be a Stage, not {until!r}")
         if not 0 < timeout <= inf:
             raise ValueError(f"timeout must be a positive number of seconds, not {timeout!r}")
         message = self._message(command, request_id, tenant, headers)
@@ -132,7 +144,13 @@ class CommandGateway:
             wait.event.set()
 
     async def prepare(self, context: RuntimeContext, /) -> None:
-        """See `RuntimeComponent.prepare`."""
+        """See `RuntimeComponent.prepare`.
+
+        Raises:
+            RuntimeStateError: another runtime has it.
+        """
+        if self._admission is not None and not self._admission.is_closed:
+            raise RuntimeStateError(f"{self.name} belongs to another runtime until that has stopped", "STARTING")
         self._admission = context.admission
 
     def start(self) -> None:

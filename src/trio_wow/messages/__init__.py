@@ -11,6 +11,7 @@ from trio_wow.messages._results import CommandError as CommandError
 from trio_wow.messages._results import CommandResult as CommandResult
 from trio_wow.messages._results import Stage as Stage
 from trio_wow.messages._serialization import Serializer as Serializer
+from trio_wow.messages._serialization import make_converter as make_converter
 from trio_wow.messages._types import EventUpgrader as EventUpgrader
 from trio_wow.messages._types import MessageType as MessageType
 from trio_wow.messages._types import MessageTypes as MessageTypes
@@ -31,5 +32,6 @@ __all__ = [
     "Stage",
     "check_identifier",
     "check_name",
+    "make_converter",
     "message_type",
 ]

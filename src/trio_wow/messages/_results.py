@@ -34,7 +34,11 @@ class CommandError:
     @classmethod
     def of(cls, error: BaseException) -> "CommandError":
         """Describe an exception."""
-        return cls(type(error).__name__, str(error))
+        try:
+            text = str(error)
+        except Exception as failure:
+            text = f"its text cannot be shown: {type(failure).__name__}"
+        return cls(type(error).__name__, text)
 
 
 @frozen(kw_only=True)

@@ -4,19 +4,23 @@ from collections.abc import Iterable
 from datetime import datetime
 from decimal import Decimal
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 from uuid import UUID
 
 import attrs
 import orjson
-from cattrs.preconf.orjson import OrjsonConverter, make_converter
+from cattrs import BaseValidationError, transform_error
+from cattrs.preconf.orjson import OrjsonConverter
+from cattrs.preconf.orjson import make_converter as orjson_converter
 
 from trio_wow.errors import ConfigurationError, SerializationError
 from trio_wow.messages._envelopes import DomainEventStream, checked_headers
 from trio_wow.messages._identity import AggregateId
 from trio_wow.messages._types import EventUpgrader, MessageTypes
 
-__all__ = ["Serializer"]
+__all__ = ["Serializer", "make_converter"]
+
+B = TypeVar("B")
 
 FORMAT = 1
 
@@ -27,18 +31,17 @@ _identity = lru_cache(maxsize=1024)(AggregateId)
 class Serializer:
     """Writes and reads messages as JSON; one for each application.
 
-    A body is stored with its registered name and revision, never with an import path. What would not come back as it
-    was is refused, not changed: NaN, infinities, integers outside -2**63 .. 2**64-1, lone surrogates, a value that does
+    A body is stored with its registered name and revision, never with an import path. What would not come back equal is
+    refused, not changed: NaN, infinities, integers outside -2**63 .. 2**64-1, lone surrogates, a value that does
     not fit its field's annotation (1.5 for an `int`), a set or bytes in a field of type `Any`.
 
     Args:
         types: the names.
         upgraders: for bodies of older revisions, one for each revision to leave behind.
-        converter: a cattrs converter with hooks of your own; owned by this serializer from now on. By default one that
-            also knows `UUID` and `Decimal`.
+        converter: from `make_converter`, with hooks of your own; owned by this serializer from now on.
 
     Raises:
-        ConfigurationError: two upgraders read the same name and revision.
+        ConfigurationError: two upgraders read the same name and revision, or one reads a name that is not registered.
     """
 
     def __init__(
@@ -49,20 +52,22 @@ class Serializer:
         converter: OrjsonConverter | None = None,
     ) -> None:
         self._types = types
-        self._converter = converter if converter is not None else _default_converter()
+        self._converter = converter if converter is not None else make_converter()
         self._upgraders: dict[tuple[str, int], EventUpgrader] = {}
         for upgrader in upgraders:
+            if not types.knows(upgrader.name):
+                raise ConfigurationError([f"an upgrader reads {upgrader.name!r}, which is no registered name"])
             if self._upgraders.setdefault((upgrader.name, upgrader.revision), upgrader) is not upgrader:
                 raise ConfigurationError([f"two upgraders read revision {upgrader.revision} of {upgrader.name!r}"])
 
-    def check(self, body: object) -> None:
-        """Refuse a body that could not be stored or sent, before anything is.
+    def copy(self, body: B) -> B:
+        """Return a body as it will come back from a store or another process: equal, and sharing nothing.
 
         Raises:
-            SerializationError: it would not come back as it was.
+            SerializationError: it would not come back as it is.
             UnknownMessageTypeError: its class is not registered.
         """
-        self._body(body)
+        return self._written(body)[1]
 
     def dump_stream(self, stream: DomainEventStream) -> bytes:
         """Write a stream.
@@ -123,19 +128,37 @@ class Serializer:
             raise SerializationError(f"{source} is not a stored stream: {error!r}") from error
 
     def _body(self, body: object) -> dict[str, object]:
+        named = self._types.of(body)
+        return {"name": named.name, "revision": named.revision, "body": orjson.Fragment(self._written(body)[0])}
+
+    def _written(self, body: B) -> tuple[bytes, B]:
         """Write a body and read it back, since only that shows what JSON, or its own annotations, would change."""
-        named, cls = self._types.of(body), type(body)
+        self._types.of(body)
+        cls = type(body)
         try:
             data = orjson.dumps(self._converter.unstructure(body))
             back = self._converter.structure(orjson.loads(data), cls)
             same = back == body
         except Exception as error:
-            raise SerializationError(f"{cls.__name__} cannot be written as JSON and read back: {error}") from error
+            raise SerializationError(f"{cls.__name__} cannot be kept as JSON: {self._explain(body, error)}") from error
         if not same:
             raise SerializationError(
                 f"{cls.__name__} does not come back from JSON as it was: {_difference(body, back)}"
             )
-        return {"name": named.name, "revision": named.revision, "body": orjson.Fragment(data)}
+        return data, back
+
+    def _explain(self, body: object, error: Exception) -> str:
+        """Name the first field that cannot be kept, if one alone is to blame."""
+        for field in attrs.fields(type(body)):  # type: ignore[arg-type]
+            value = getattr(body, field.name)
+            try:
+                orjson.dumps(self._converter.unstructure(value))
+            except Exception as reason:
+                return (
+                    f"{field.name}={_shown(value)}: {reason}; change the value, or give the Domain a converter "
+                    f"(trio_wow.messages.make_converter) with hooks for {type(value).__name__}"
+                )
+        return _reasons(error)
 
     def _load_body(self, form: dict[str, Any], source: str) -> object:
         cls, named = self._types.find(form["name"], source)
@@ -159,19 +182,38 @@ class Serializer:
         try:
             return self._converter.structure(body, cls)
         except Exception as error:
-            raise SerializationError(f"{source} holds a {named.name!r} that does not fit {cls.__name__}") from error
+            raise SerializationError(
+                f"{source} holds a {named.name!r} that does not fit {cls.__name__}: {_reasons(error)}"
+            ) from error
 
 
 def _difference(body: Any, back: Any) -> str:
     for field in attrs.fields(type(body)):
         was, came = getattr(body, field.name), getattr(back, field.name)
         if was != came:
-            return f"{field.name}={was!r} comes back as {came!r}"
-    return f"{body!r} comes back as {back!r}, which compares unequal"
+            return f"{field.name}={_shown(was)} comes back as {_shown(came)}"
+    return f"{_shown(body)} comes back as {_shown(back)}, which compares unequal"
 
 
-def _default_converter() -> OrjsonConverter:
-    converter = make_converter()
+def _shown(value: object) -> str:
+    try:
+        text = repr(value)
+    except Exception:
+        return f"a {type(value).__name__} that cannot be shown"
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def _reasons(error: Exception) -> str:
+    """Say what is wrong with a form, field by field."""
+    return "; ".join(transform_error(error, path="")) if isinstance(error, BaseValidationError) else str(error)
+
+
+def make_converter() -> OrjsonConverter:
+    """Return a converter as a `Serializer` uses it by default: cattrs for orjson, with `UUID` and `Decimal`.
+
+    Register hooks for further types on it, and give it to the `Domain`.
+    """
+    converter = orjson_converter()
     for cls in (UUID, Decimal):
         converter.register_unstructure_hook(cls, str)
         converter.register_structure_hook(cls, lambda value, to: to(value))

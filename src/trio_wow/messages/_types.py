@@ -114,6 +114,11 @@ class MessageTypes:
             cls = type(body)
             raise UnknownMessageTypeError(cls.__name__, f"class {cls.__module__}.{cls.__qualname__}") from None
 
+    def knows(self, name: str) -> bool:
+        """Return whether a class is registered under this name; aliases do not count."""
+        cls = self._by_name.get(name)
+        return cls is not None and self._of_class[cls].name == name
+
     def find(self, name: str, source: str) -> tuple[type, MessageType]:
         """Return the class of a stored name, and what is written beside new bodies of it.
 

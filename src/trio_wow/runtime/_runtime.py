@@ -18,6 +18,9 @@ __all__ = ["Runtime", "RuntimeState"]
 
 _log = logging.getLogger("trio_wow.runtime")
 
+# Signals belong to the process. Two owners whose lives overlap would put each other's handlers back.
+_signals_free = threading.Lock()
+
 
 class RuntimeState(enum.Enum):
     """Where a runtime is in its one life; it only ever moves forward, and may skip states."""
@@ -123,7 +126,7 @@ class Runtime:
         the start back, and `serve` returns without having called it.
 
         Raises:
-            RuntimeStateError: it was called before.
+            RuntimeStateError: it was called before; or another runtime of this process takes the signals.
             ShutdownDeadlineError: the stop was forced, by its deadline or by `force_stop`.
             BaseException: what a component raised. A single error itself; several, a forced stop included, as a group
                 with the first one first. A `SystemExit` comes as `HandlerExitError`.
@@ -132,6 +135,18 @@ class Runtime:
         """
         if self._state is not RuntimeState.NEW:
             raise RuntimeStateError("serve can be called only once; make a new Runtime", self._state.name)
+        takes_signals = self._signals and threading.current_thread() is threading.main_thread()
+        if takes_signals and not _signals_free.acquire(blocking=False):
+            raise RuntimeStateError(
+                "another runtime takes this process's signals; pass signals=False", self._state.name
+            )
+        try:
+            await self._serve(task_status, takes_signals=takes_signals)
+        finally:
+            if takes_signals:
+                _signals_free.release()
+
+    async def _serve(self, task_status: trio.TaskStatus["Runtime"], *, takes_signals: bool) -> None:
         self._state = RuntimeState.STARTING
         self._token = trio.lowlevel.current_trio_token()
         if self._asked_early is not None:
@@ -143,7 +158,7 @@ class Runtime:
             async with trio.open_nursery() as watch:
                 watch.start_soon(self._watch_cancellation, name="runtime cancellation watch")
                 with trio.CancelScope(shield=True):
-                    await self._run(task_status)
+                    await self._run(task_status, takes_signals=takes_signals)
                 watch.cancel_scope.cancel()
         except BaseException as error:
             cancelled, failure = split_cancelled(error)
@@ -158,7 +173,7 @@ class Runtime:
                 raise cancelled
             self._errors.append(cancelled)
         if len(self._errors) > 1:
-            raise BaseExceptionGroup("several errors in a runtime", self._errors)
+            raise BaseExceptionGroup("errors in a runtime", self._errors)
         if self._errors:
             raise self._errors[0]
 
@@ -233,9 +248,9 @@ class Runtime:
             async for number in received:
                 self._force(f"a second signal ({signal.Signals(number).name})")
 
-    async def _run(self, task_status: trio.TaskStatus["Runtime"]) -> None:
+    async def _run(self, task_status: trio.TaskStatus["Runtime"], *, takes_signals: bool) -> None:
         async with trio.open_nursery() as tree:
-            if self._signals and threading.current_thread() is threading.main_thread():
+            if takes_signals:
                 await tree.start(self._watch_signals, name="runtime signals")
             for slot in self._slots:
                 await tree.start(self._host, slot, name=f"component {slot.name}")
@@ -327,7 +342,7 @@ class Runtime:
         self._admission.close()
         reason = self._forced_by or f"its deadline ({self._timeout} s)"
         held = {slot.name: tuple(_task_names(slot.nursery)) for slot in reversed(prepared) if not slot.left.is_set()}
-        error = ShutdownDeadlineError(reason, held)
+        error = ShutdownDeadlineError(reason, held, sorted(lease.name for lease in self._admission.leases))
         _log.error("%s", error)
         for slot in reversed(prepared):
             self._guarded(slot.component.force_stop)

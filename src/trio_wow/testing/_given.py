@@ -6,7 +6,7 @@ from typing import Any
 
 import trio
 
-from trio_wow.domain import AggregateModel, aggregate_model
+from trio_wow.domain import AggregateModel, Domain, aggregate_model
 
 __all__ = ["AggregateCase", "given"]
 
@@ -38,24 +38,28 @@ class AggregateCase:
 
     def __init__(self, model: AggregateModel, id: str, events: Iterable[object]) -> None:
         self._model = model
+        self._serializer = Domain([model.cls]).serializer
         self._id = model.aggregate_id(id).id
         self._history = [*events]
         self._events: tuple[object, ...] | None = None
         self._error: Exception | None = None
         self.state = self._rebuild()
 
-    def when(self, command: object) -> "AggregateCase":
+    def when(self, command: Any) -> "AggregateCase":
         """Give the aggregate a command: it decides, and its events are applied.
 
         An `Exception` is kept for `expect_error`; the next expectation or command raises it, if it is not expected.
 
         Raises:
+            ValueError: it is for another aggregate.
             TypeError: the aggregate has no function for it; or its `async` function really waits, which needs a
                 runtime to test.
         """
         self._raise_unexpected()
         if type(command) not in self._model.commands:
             raise TypeError(f"{self._model.cls.__name__} has no @on_command function for {type(command).__name__}")
+        if command.id != self._id:
+            raise ValueError(f"the command is for {command.id!r}, not for {self._id!r}")
         self._events = None
         state = self._rebuild()
         try:
@@ -64,7 +68,7 @@ class AggregateCase:
                 decided = _run_without_waiting(decided, command)
             events = self._model.events_of(command, decided)
             for event in events:
-                self._model.apply(state, event)
+                self._apply(state, event)
         except _WaitsError as error:
             raise TypeError(str(error)) from None
         except Exception as error:
@@ -108,8 +112,12 @@ class AggregateCase:
     def _rebuild(self) -> Any:
         state = self._model.new_state(self._id)
         for event in self._history:
-            self._model.apply(state, event)
+            self._apply(state, event)
         return state
+
+    def _apply(self, state: Any, event: object) -> None:
+        self._model.check_sourced(event)
+        self._model.apply(state, self._serializer.copy(event))
 
     def _raise_unexpected(self) -> None:
         error, self._error = self._error, None
