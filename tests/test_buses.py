@@ -10,7 +10,7 @@ from support import collect
 from trio.testing import wait_all_tasks_blocked
 
 from trio_wow.buses import InMemoryCommandBus, InMemoryDomainEventBus, MessageExchange, Subscription
-from trio_wow.errors import AdmissionClosedError
+from trio_wow.errors import AdmissionClosedError, RuntimeStateError
 from trio_wow.messages import AggregateId, CommandMessage, DomainEventStream
 from trio_wow.runtime import Admission
 
@@ -266,6 +266,39 @@ class TestFromInside:
         assert not node.admission.is_overdrawn
         receiver.add_demand(5)
         assert numbers(await receiver.receive_batch(9)) == [1]
+        with pytest.raises(trio.EndOfChannel):
+            await receiver.receive_batch(9)
+
+
+class TestReceivers:
+    async def test_a_full_receiver_holds_up_only_what_is_for_it(self) -> None:
+        node = Node()
+        full, free = node.receiver("things"), node.receiver("others", frozenset({"other"}), demand=2)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(node.bus.send, command(1))
+            await wait_all_tasks_blocked()
+            with trio.fail_after(1):
+                await node.bus.send(command(2, aggregate="other"))
+            full.add_demand(1)
+        assert numbers(await free.receive_batch(9)) == [2]
+        assert numbers(await full.receive_batch(9)) == [1]
+
+    async def test_a_bus_serves_one_runtime_at_a_time(self) -> None:
+        bus = InMemoryCommandBus()
+        first = Node(bus).receiver()
+        with pytest.raises(RuntimeStateError, match="InMemoryCommandBus serves one runtime at a time"):
+            Node(bus).receiver()
+        first.close()
+        Node(bus).receiver()
+
+    async def test_abandoning_a_receiver_closes_the_leases_of_what_it_holds(self) -> None:
+        node = Node()
+        receiver = node.receiver(demand=2)
+        await node.bus.send(command(1))
+        await node.bus.send(command(2))
+        receiver.abandon()
+        receiver.abandon()
+        assert not node.admission.leases
         with pytest.raises(trio.EndOfChannel):
             await receiver.receive_batch(9)
 

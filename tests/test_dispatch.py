@@ -44,6 +44,7 @@ from trio_wow.buses import InMemoryCommandBus, InMemoryDomainEventBus
 from trio_wow.dispatch import CommandDispatcher, EventDispatcher, ProjectionDispatcher, SagaDispatcher
 from trio_wow.domain import Domain
 from trio_wow.errors import (
+    AdmissionClosedError,
     CommandFailedError,
     ConfigurationError,
     HandlerExitError,
@@ -267,18 +268,18 @@ class TestCommands:
         assert not await app.store.read_all(0, 9)
 
     async def test_an_error_that_cannot_be_shown_is_a_result_all_the_same(self) -> None:
-        class Unshowable(Exception):
+        class UnshowableError(Exception):
             def __str__(self) -> str:
                 raise LookupError
 
         class Failing(InMemoryEventStore):
             async def append(self, stream: DomainEventStream) -> None:
-                raise Unshowable
+                raise UnshowableError
 
         domain = Domain([Chain])
         async with serving(App(domain, store=Failing(domain.serializer))) as gateway:
             result = await gateway.send_and_wait(Step("a"))
-        assert result.error == CommandError("Unshowable", "its text cannot be shown: LookupError")
+        assert result.error == CommandError("UnshowableError", "its text cannot be shown: LookupError")
 
     async def test_a_command_that_fails_by_mistake_is_logged_though_nobody_waits(
         self, caplog: pytest.LogCaptureFixture
@@ -663,6 +664,35 @@ class TestStop:
         assert isinstance(exit_error.__cause__, SystemExit)
         assert exit_error.__cause__.__notes__ == ["while event-dispatcher handled a message for chains.chain/a"]
 
+    async def test_k11_admission_closes_when_a_handler_fails_though_others_still_run(
+        self, autojump_clock: MockClock
+    ) -> None:
+        @event_processor
+        class Mixed:
+            @on_event
+            async def stepped(self, event: Stepped) -> None:
+                if event.number == 0:
+                    with trio.CancelScope(shield=True):
+                        await trio.sleep(2)
+                elif event.number == 1:
+                    raise SystemExit(1)
+
+        app = App([Chain], [Mixed()])
+        runtime = app.runtime(signals=False)
+        start = trio.current_time()
+        with pytest.raises(ExceptionGroup) as caught:
+            async with trio.open_nursery() as nursery:
+                await nursery.start(runtime.serve)
+                await app.gateway.send_and_wait(Step("a", 0))
+                await app.gateway.send(Step("b", 1))
+                with pytest.raises(AdmissionClosedError):
+                    while True:
+                        await app.gateway.send(Step("c", 2))
+                assert trio.current_time() == start
+        (error,) = caught.value.exceptions
+        assert isinstance(error, HandlerExitError)
+        assert trio.current_time() == start + 2
+
     async def test_a_stored_stream_that_a_failing_runtime_does_not_publish_is_not_acknowledged(
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -709,7 +739,9 @@ class TestStop:
     async def test_two_runtimes_of_one_application_at_once_are_refused(self) -> None:
         app = App([Chain])
         async with serving(app) as gateway:
-            with pytest.raises(RuntimeStateError, match="command-gateway belongs to another runtime until that has"):
+            with pytest.raises(
+                RuntimeStateError, match="InMemoryCommandBus serves one runtime at a time; make another one"
+            ):
                 await app.runtime(signals=False).serve()
             assert (await gateway.send_and_wait(Step("a"))).version == 1
 

@@ -528,11 +528,76 @@ class TestErrors:
                 await KeyedExecutor().dispatch(ListSource([1]), **(functions | {name: value}))
         with pytest.raises(TypeError, match="key must be a plain function, not None"):
             await KeyedExecutor().dispatch(ListSource([1]), **(functions | {"key": None}))
-        with pytest.raises(TypeError, match="handler must be a function of one item, not None"):
+        with pytest.raises(TypeError, match="handler must be a function of one item that does not yield, not None"):
             await KeyedExecutor().dispatch(ListSource([1]), **(functions | {"handler": None}))
+
+    async def test_a_handler_that_yields_is_refused(self) -> None:
+        def generator(n: int) -> Any:
+            yield n
+
+        async def async_generator(n: int) -> Any:
+            yield n
+
+        for handler in (generator, async_generator):
+            with pytest.raises(TypeError, match="handler must be a function of one item that does not yield"):
+                await KeyedExecutor().dispatch(ListSource([1]), key=itself, handler=handler)
+
+    async def test_a_key_function_that_stops_the_executor_starts_nothing_after(self) -> None:
+        executor = KeyedExecutor()
+        discarded: list[int] = []
+        handled: list[int] = []
+
+        def key(n: int) -> str:
+            if n == 2:
+                executor.force_stop()
+            return "one"
+
+        with pytest.raises(ExecutorClosedError):
+            await executor.dispatch(ListSource(range(4)), key=key, handler=handled.append, on_discard=discarded.append)
+        assert (handled, sorted(discarded)) == ([], [0, 1, 2, 3])
+
+    async def test_a_demand_source_that_returns_nothing_ends_the_dispatch(self) -> None:
+        class Empty:
+            def add_demand(self, count: int, /) -> None: ...
+
+            async def receive_batch(self, limit: int, /) -> list[int]:
+                return []
+
+        with pytest.raises(ValueError, match=r"Empty.receive_batch\(256\) returned 0 items"):
+            await KeyedExecutor().dispatch(Empty(), key=itself, handler=lambda _: None)
+
+    @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), Boom()], ids=repr)
+    async def test_k11_what_is_no_exception_outweighs_a_scope_left_open(self, error: BaseException) -> None:
+        failed: list[object] = []
+
+        async def handler(n: int) -> None:
+            trio.CancelScope().__enter__()
+            raise error
+
+        with pytest.raises(type(error)) as caught:
+            await KeyedExecutor().dispatch(
+                ListSource([1]), key=itself, handler=handler, on_error=lambda *args: failed.append(args)
+            )
+        assert caught.value is error
+        assert failed == []
+        assert "left a cancel scope open" in error.__notes__[0]
 
 
 class TestCancellation:
+    async def test_an_item_cancelled_from_outside_is_interrupted_even_if_it_left_a_scope_open(self) -> None:
+        failed: list[object] = []
+
+        async def handler(n: int) -> None:
+            trio.CancelScope().__enter__()
+            await trio.sleep_forever()
+
+        with trio.move_on_after(0.01) as scope:
+            await KeyedExecutor().dispatch(
+                EndlessSource([1]), key=itself, handler=handler, on_error=lambda *args: failed.append(args)
+            )
+        assert scope.cancelled_caught
+        assert failed == []
+
     async def test_interrupts_what_runs_and_discards_what_waits(self) -> None:
         states: dict[int, str] = {}
 
@@ -819,6 +884,8 @@ class TestLife:
             nursery.start_soon(close)
             await wait_all_tasks_blocked()
             assert not closed.is_set()
+            nursery.start_soon(executor.aclose)  # a second one keeps the first from nothing
+            await wait_all_tasks_blocked()
             source = ListSource([1, 2])
             with pytest.raises(ExecutorClosedError, match="executor 'mine' is closed"):
                 await executor.dispatch(source, key=itself, handler=handler)
@@ -876,7 +943,9 @@ class TestLife:
                     kept = error
             raise kept
 
-        with pytest.raises(RuntimeError, match=r"handler raised trio.Cancelled although nothing had been cancelled"):
+        with pytest.raises(
+            RuntimeError, match=r"handler, or the source, raised trio.Cancelled although nothing had been"
+        ):
             await KeyedExecutor().dispatch(ListSource([1]), key=itself, handler=handler)
 
     @pytest.mark.parametrize("argument", ["workers", "max_in_flight", "throughput"])

@@ -245,8 +245,123 @@ class TestStart:
         await runtime.serve()
         assert log[-2:] == ["stop b", "stop a"]
 
+    @pytest.mark.parametrize("how", ["stop", "fail"])
+    @pytest.mark.parametrize("step", ["prepare", "start"])
+    async def test_nothing_is_begun_after_a_stop_or_a_failure(self, step: str, how: str) -> None:
+        """Even if the step that it came in could not be cancelled."""
+        log: list[str] = []
+
+        def act(part: Part) -> None:
+            assert part.context is not None
+            if how == "stop":
+                runtime.request_stop()
+            else:
+                part.context.report_failure(ValueError("broken"))
+
+        async def shielded_act(part: Part) -> None:
+            with trio.CancelScope(shield=True):
+                act(part)
+                await trio.lowlevel.checkpoint()
+
+        runtime = quick([Part("a", log, **{step: shielded_act if step == "prepare" else act}), Part("b", log)])
+        error = await collect(runtime.serve)
+        assert isinstance(error, ValueError) == (how == "fail")
+        assert f"{step} b" not in log
+        assert log[-1] == "stop a"
+
+    @pytest.mark.parametrize("step", ["prepare", "caught_up", "stop"])
+    async def test_a_cancelled_that_is_not_ours_is_a_failure(self, step: str) -> None:
+        log: list[str] = []
+
+        async def stray(part: Part) -> None:
+            raise await a_cancelled()
+
+        parts = [CatchingUp("a", log), CatchingUp("b", log, **{step: stray})]
+        runtime = quick(parts)
+        error: BaseException | None = None
+        if step == "stop":
+            async with trio.open_nursery() as nursery:
+
+                async def serve() -> None:
+                    nonlocal error
+                    error = await collect(runtime.serve)
+
+                nursery.start_soon(serve)
+                await wait_all_tasks_blocked()
+                runtime.request_stop()
+        else:
+            error = await collect(runtime.serve)
+        assert isinstance(error, RuntimeError)
+        assert "raised trio.Cancelled although nothing had been cancelled" in str(error)
+        assert log[-1] == "stop a"
+
+    async def test_a_task_that_raises_a_cancelled_of_its_own_ends_the_runtime(self) -> None:
+        log: list[str] = []
+
+        async def stray() -> None:
+            raise await a_cancelled()
+
+        runtime = quick([Part("a", log, start=lambda part: part.spawn(stray)), Part("b", log)])
+        error = await collect(runtime.serve)
+        assert isinstance(error, RuntimeError)
+        assert "a task of a raised trio.Cancelled although nothing had been cancelled" in str(error)
+        assert log[-2:] == ["stop b", "stop a"]
+
+
+async def a_cancelled() -> BaseException:
+    with trio.CancelScope() as scope:
+        scope.cancel()
+        try:
+            await trio.sleep_forever()
+        except trio.Cancelled as error:
+            kept = error
+    return kept
+
 
 class TestFailure:
+    @pytest.mark.parametrize("step", ["quiesce", "force_stop"])
+    async def test_a_plain_step_that_raises_anything_keeps_no_other_from_stopping(
+        self, autojump_clock: MockClock, step: str
+    ) -> None:
+        log: list[str] = []
+        hang = {"stop": sleeping} if step == "force_stop" else {}
+        parts = [Part("a", log, **hang), Part("b", log, **{step: raising(SystemExit(3))}), Part("c", log)]
+        runtime = quick(parts)
+        error: BaseException | None = None
+
+        async def serve() -> None:
+            nonlocal error
+            error = await collect(runtime.serve)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(serve)
+            await wait_all_tasks_blocked()
+            runtime.request_stop()
+        if step == "quiesce":
+            assert isinstance(error, HandlerExitError)
+            assert log[-6:] == ["quiesce a", "quiesce b", "quiesce c", "stop c", "stop b", "stop a"]
+        else:
+            assert isinstance(error, ExceptionGroup)
+            assert [type(each) for each in error.exceptions] == [ShutdownDeadlineError, HandlerExitError]
+            assert log[-3:] == ["force_stop c", "force_stop b", "force_stop a"]
+
+    async def test_an_error_reported_when_it_happened_and_raised_again_counts_once(self) -> None:
+        error, other = ValueError("both ways"), LookupError("raised only")
+
+        def start(part: Part) -> None:
+            async def fail() -> None:
+                assert part.context is not None
+                part.context.report_failure(error)
+                raise BaseExceptionGroup("both", [error, other])
+
+            part.spawn(fail)
+
+        caught = await collect(quick([Part("a", [], start=start)]).serve)
+        assert isinstance(caught, ExceptionGroup)
+        assert caught.exceptions[0] is error
+        assert isinstance(caught.exceptions[1], ExceptionGroup)
+        assert caught.exceptions[1].exceptions == (other,)
+
     async def test_a_task_that_fails_ends_the_runtime_with_its_error(self, autojump_clock: MockClock) -> None:
         log: list[str] = []
         error = ValueError("broken")
@@ -444,6 +559,17 @@ class TestDeadline:
 
 
 class TestQuietPeriod:
+    async def test_several_may_wait_for_quiet_at_once(self) -> None:
+        admission = Admission()
+        lease = admission.try_acquire()
+        assert lease is not None
+        with trio.fail_after(5):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(admission.wait_quiet, 0)
+                nursery.start_soon(admission.wait_quiet, 0)
+                await wait_all_tasks_blocked()
+                lease.close()
+
     async def test_admission_closes_when_nothing_ran_for_the_whole_period(self, autojump_clock: MockClock) -> None:
         part = Part("a", [])
         runtime = quick([part], shutdown_quiet_period=2)
@@ -618,6 +744,11 @@ class TestThreads:
 def test_numbers_out_of_range_are_refused(options: dict[str, float], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         Runtime([], **options)  # type: ignore[arg-type]
+
+
+def test_two_components_of_one_name_are_refused() -> None:
+    with pytest.raises(ValueError, match="two components are named 'a'; give one another name"):
+        Runtime([Part("a", []), Part("a", [])])
 
 
 def test_what_is_no_component_is_refused() -> None:

@@ -85,6 +85,10 @@ class MessageReceiver(Protocol[M]):
         """Let no more messages in; those that are in can still be received. Synchronous, idempotent."""
         ...
 
+    def abandon(self) -> None:
+        """Close, and discard what nobody will receive any more. Synchronous, idempotent."""
+        ...
+
 
 class MessageBus(Protocol[M]):
     """Carries messages to the receivers subscribed to their aggregates."""
@@ -109,7 +113,11 @@ class MessageBus(Protocol[M]):
         ...
 
     def receiver(self, subscription: Subscription) -> MessageReceiver[M]:
-        """Subscribe. The caller owns the receiver and closes it."""
+        """Subscribe. The caller owns the receiver and closes it.
+
+        Raises:
+            RuntimeStateError: the bus is in use by another runtime and cannot serve two.
+        """
         ...
 
 

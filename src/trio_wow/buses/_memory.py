@@ -7,7 +7,7 @@ from typing import Generic, Protocol, Self, TypeVar
 import trio
 
 from trio_wow.buses._bus import MessageExchange, Subscription
-from trio_wow.errors import AdmissionClosedError
+from trio_wow.errors import AdmissionClosedError, RuntimeStateError
 from trio_wow.messages import AggregateId, CommandMessage, DomainEventStream
 
 __all__ = ["InMemoryCommandBus", "InMemoryDomainEventBus"]
@@ -70,6 +70,12 @@ class InMemoryReceiver(Generic[R]):
         self._arrived.set()
         self._topic.remove(self)
 
+    def abandon(self) -> None:
+        """See `MessageReceiver.abandon`."""
+        self.close()
+        while self._queue:
+            self._queue.popleft().discard()
+
     def add_demand(self, count: int, /) -> None:
         """See `DemandSource.add_demand`."""
         overdrawn = self._room < 0
@@ -104,21 +110,29 @@ class InMemoryReceiver(Generic[R]):
 class _WaitingSend(Generic[R]):
     """A send from outside that found no room, and how it ended."""
 
-    __slots__ = ("error", "message", "subscribed", "task")
+    __slots__ = ("ended", "error", "message", "parked", "subscribed")
 
-    def __init__(self, message: R, task: trio.lowlevel.Task) -> None:
+    def __init__(self, message: R) -> None:
         self.message = message
-        self.task = task
+        self.parked: trio.lowlevel.Task | None = None
+        self.ended = False
         self.subscribed = False
         self.error: AdmissionClosedError | None = None
 
 
 class _Topic(Generic[R]):
-    """One bounded context: its receivers by group, and the sends that wait for room, first come first served."""
+    """One bounded context: its receivers by group, and the sends from outside that wait for room.
+
+    The sends that wait for one receiver are served in their order.
+    """
 
     def __init__(self) -> None:
         self.groups: dict[str, list[InMemoryReceiver[R]]] = {}
         self.waiting: OrderedDict[_WaitingSend[R], None] = OrderedDict()
+
+    @property
+    def receivers(self) -> list[InMemoryReceiver[R]]:
+        return [receiver for group in self.groups.values() for receiver in group]
 
     def add(self, receiver: InMemoryReceiver[R]) -> None:
         self.groups.setdefault(receiver.subscription.group, []).append(receiver)
@@ -129,69 +143,67 @@ class _Topic(Generic[R]):
         group.remove(receiver)
         if not group:
             del self.groups[receiver.subscription.group]
-        admission = receiver.subscription.admission
-        if all(each.subscription.admission is not admission for group in self.groups.values() for each in group):
-            admission.unwatch(self.hand_over_waiting)
+        if not self.groups:
+            receiver.subscription.admission.unwatch(self.hand_over_waiting)
         self.hand_over_waiting()
 
-    def hand_over(self, message: R, *, waited: bool) -> bool:
-        """Hand a message to one receiver of each group, to all or to none.
-
-        Args:
-            message: the message.
-            waited: whether it is the first of the waiting sends; otherwise the calling task is its sender.
-
-        Returns:
-            Whether there was any group.
-
-        Raises:
-            trio.WouldBlock: a receiver has no room for a message from outside.
-            AdmissionClosedError: see `MessageBus.send`.
-        """
+    async def send(self, message: R) -> bool:
+        """Hand a message to one receiver of each group, to all or to none, and say whether there was any."""
         targets = self._targets(message.aggregate_id)
-        for receiver in targets:
-            admission = receiver.subscription.admission
+        if targets and (admission := targets[0].subscription.admission).is_inside():
             if admission.is_closed:
-                raise AdmissionClosedError(str(receiver))
-            if not waited and admission.is_inside():
-                continue
-            if not admission.intake_is_open:
-                raise AdmissionClosedError(str(receiver))
-            if not receiver.has_room or (self.waiting and not waited):
-                raise trio.WouldBlock
-        for receiver in targets:
-            lease = receiver.subscription.admission.try_acquire(f"{type(message).__name__} for {receiver.name}")
-            receiver.put(MessageExchange(message.routed(), lease))
-        return bool(targets)
+                raise AdmissionClosedError(str(targets[0]))
+            self._hand_over(message, targets)
+            return True
+        return await self._send_from_outside(message)
 
-    def hand_over_waiting(self) -> None:
-        """Hand over what waits, in order, as far as there is room."""
-        while self.waiting:
-            send = next(iter(self.waiting))
-            try:
-                send.subscribed = self.hand_over(send.message, waited=True)
-            except trio.WouldBlock:
-                return
-            except AdmissionClosedError as error:
-                send.error = error
-            del self.waiting[send]
-            trio.lowlevel.reschedule(send.task)
-
-    async def wait_for_room(self, message: R) -> bool:
-        """Wait for a turn among the sends from outside; see `hand_over` for the outcome."""
-        send = _WaitingSend(message, trio.lowlevel.current_task())
+    async def _send_from_outside(self, message: R) -> bool:
+        send = _WaitingSend(message)
         self.waiting[send] = None
+        self.hand_over_waiting()
+        if not send.ended:
 
-        def abort(_: object) -> trio.lowlevel.Abort:
-            del self.waiting[send]
-            # The one that goes may have been the one that all others waited behind.
-            self.hand_over_waiting()
-            return trio.lowlevel.Abort.SUCCEEDED
+            def abort(_: object) -> trio.lowlevel.Abort:
+                del self.waiting[send]
+                self.hand_over_waiting()  # others may have waited behind this one
+                return trio.lowlevel.Abort.SUCCEEDED
 
-        await trio.lowlevel.wait_task_rescheduled(abort)
+            send.parked = trio.lowlevel.current_task()
+            await trio.lowlevel.wait_task_rescheduled(abort)
         if send.error is not None:
             raise send.error
         return send.subscribed
+
+    def hand_over_waiting(self) -> None:
+        """Hand over what waits, in order, as far as there is room."""
+        if not self.waiting:
+            return
+        receivers = len(self.receivers)
+        blocked: set[InMemoryReceiver[R]] = set()
+        ended = []
+        for send in self.waiting:
+            targets = self._targets(send.message.aggregate_id)
+            if targets and not targets[0].subscription.admission.intake_is_open:
+                send.error = AdmissionClosedError(str(targets[0]))
+            elif any(target in blocked or not target.has_room for target in targets):
+                blocked.update(targets)
+                if len(blocked) == receivers:
+                    break
+                continue
+            else:
+                send.subscribed = bool(targets)
+                self._hand_over(send.message, targets)
+            ended.append(send)
+        for send in ended:
+            send.ended = True
+            del self.waiting[send]
+            if send.parked is not None:
+                trio.lowlevel.reschedule(send.parked)
+
+    def _hand_over(self, message: R, targets: Sequence[InMemoryReceiver[R]]) -> None:
+        for receiver in targets:
+            lease = receiver.subscription.admission.try_acquire(f"{type(message).__name__} for {receiver.name}")
+            receiver.put(MessageExchange(message.routed(), lease))
 
     def _targets(self, aggregate_id: AggregateId) -> list[InMemoryReceiver[R]]:
         targets = []
@@ -204,9 +216,9 @@ class _Topic(Generic[R]):
 
 
 class InMemoryMessageBus(Generic[R]):
-    """A bus inside the process. What is on it ends with the process; acknowledging is a formality.
+    """A bus inside the process, for one runtime at a time. What is on it ends with the process.
 
-    Several receivers of one group share its aggregate IDs among them.
+    Acknowledging is a formality. Several receivers of one group share its aggregate IDs among them.
     """
 
     def __init__(self) -> None:
@@ -214,6 +226,12 @@ class InMemoryMessageBus(Generic[R]):
 
     def receiver(self, subscription: Subscription) -> InMemoryReceiver[R]:
         """See `MessageBus.receiver`. The subscription is installed at once."""
+        for topic in self._topics.values():
+            if any(each.subscription.admission is not subscription.admission for each in topic.receivers):
+                # The one could neither wait for the other's room, nor be refused by it, without breaking its promises.
+                raise RuntimeStateError(
+                    f"{type(self).__name__} serves one runtime at a time; make another one", "STARTING"
+                )
         topic = self._topics.setdefault(subscription.context, _Topic())
         receiver = InMemoryReceiver(topic, subscription)
         topic.add(receiver)
@@ -227,12 +245,7 @@ class InMemoryMessageBus(Generic[R]):
         """See `MessageBus.send_if_subscribed`."""
         await trio.lowlevel.checkpoint()
         topic = self._topics.get(message.aggregate_id.context)
-        if topic is None:
-            return False
-        try:
-            return topic.hand_over(message, waited=False)
-        except trio.WouldBlock:
-            return await topic.wait_for_room(message)
+        return topic is not None and await topic.send(message)
 
 
 class InMemoryCommandBus(InMemoryMessageBus[CommandMessage]):

@@ -8,6 +8,7 @@ import trio
 
 from trio_wow.buses import MessageBus, MessageExchange, MessageReceiver, Subscription
 from trio_wow.domain import AggregateModel
+from trio_wow.execution import split_cancelled
 from trio_wow.messages import AggregateId
 from trio_wow.runtime import RuntimeContext
 
@@ -54,10 +55,9 @@ class MessageDispatcher(ABC, Generic[M]):
     async def prepare(self, context: RuntimeContext, /) -> None:
         """See `RuntimeComponent.prepare`."""
         self._context = context
-        self._receivers = [
-            self._bus.receiver(Subscription(self.name, name, aggregates, context.admission))
-            for name, aggregates in self._contexts.items()
-        ]
+        self._receivers = []
+        for name, aggregates in self._contexts.items():  # one by one: when one fails, those before are closed
+            self._receivers.append(self._bus.receiver(Subscription(self.name, name, aggregates, context.admission)))
         for receiver in self._receivers:
             await receiver.ready.wait()
 
@@ -77,7 +77,8 @@ class MessageDispatcher(ABC, Generic[M]):
         """See `RuntimeComponent.stop`."""
         self.quiesce()
         while self._running:
-            self._idle = trio.Event()
+            if self._idle.is_set():
+                self._idle = trio.Event()
             await self._idle.wait()
         await trio.lowlevel.checkpoint()
 
@@ -95,7 +96,7 @@ class MessageDispatcher(ABC, Generic[M]):
                 on_discard=MessageExchange.discard,
             )
         finally:
-            receiver.close()
+            receiver.abandon()
             self._running -= 1
             self._idle.set()
 
@@ -110,8 +111,11 @@ class MessageDispatcher(ABC, Generic[M]):
                 if await self.handle(exchange.message):
                     await exchange.acknowledge()
             except BaseException as error:
-                if not isinstance(error, trio.Cancelled):
-                    error.add_note(f"while {self.name} handled a message for {exchange.message.aggregate_id}")
+                _, failure = split_cancelled(error)
+                if failure is not None:
+                    failure.add_note(f"while {self.name} handled a message for {exchange.message.aggregate_id}")
+                    # Now, not when the other handlers have left: until then messages would go to a dead dispatcher.
+                    self._prepared().report_failure(failure)
                 raise
 
     def _is_ending(self) -> bool:

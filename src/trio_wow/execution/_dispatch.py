@@ -104,7 +104,9 @@ class Dispatch(Generic[T]):
         if not self._complete:
             if self._forced:
                 raise ExecutorClosedError(self._executor, "a forced stop ended this dispatch")
-            raise RuntimeError(f"{self._handler_name} raised trio.Cancelled although nothing had been cancelled")
+            raise RuntimeError(
+                f"{self._handler_name}, or the source, raised trio.Cancelled although nothing had been cancelled"
+            )
 
     def force_stop(self) -> None:
         """Cancel the dispatch; `run` then raises `ExecutorClosedError`, unless everything was finished already."""
@@ -142,16 +144,17 @@ class Dispatch(Generic[T]):
         await self._progress.wait()
 
     def _accept(self, batch: Sequence[T], limit: int) -> None:
-        self._unfinished += len(batch)
+        count = len(batch)
+        self._unfinished += count
         if self._demand_source is None:
-            self._demand -= len(batch)
-            if not 1 <= len(batch) <= limit:
-                self._fail(
-                    ValueError(
-                        f"{type(self._source).__name__}.receive_batch({limit}) returned {len(batch)} items; "
-                        f"return 1 to {limit}, or raise trio.EndOfChannel"
-                    )
+            self._demand -= count
+        if count < 1 or (self._demand_source is None and count > limit):
+            self._fail(
+                ValueError(
+                    f"{type(self._source).__name__}.receive_batch({limit}) returned {count} items; "
+                    f"return 1 to {limit}, or raise trio.EndOfChannel"
                 )
+            )
         for item in batch:
             if self._halted:
                 self._discard(item)
@@ -166,7 +169,10 @@ class Dispatch(Generic[T]):
                 self._fail(error)
                 self._discard(item)
             else:
-                mailbox.queue.append(item)
+                if self._halted:  # `key` may have stopped the executor
+                    self._discard(item)
+                else:
+                    mailbox.queue.append(item)
 
     def _start(self, mailbox: Mailbox[T]) -> None:
         self._context.run(partial(self._nursery.start_soon, self._run_mailbox, mailbox, name=mailbox.name))

@@ -1,8 +1,8 @@
 """The public face of keyed execution."""
 
 import os
-from collections.abc import AsyncIterator, Callable, Hashable
-from inspect import iscoroutinefunction
+from collections.abc import AsyncIterator, Callable, Hashable, Mapping
+from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -103,11 +103,7 @@ class KeyedExecutor:
         """
         if self._closed:
             raise ExecutorClosedError(self._name, "it refuses new dispatches")
-        if not callable(handler):
-            raise TypeError(f"handler must be a function of one item, not {handler!r}")
-        for name, function in (("key", key), ("on_error", on_error), ("on_discard", on_discard)):
-            if (function is not None or name == "key") and (not callable(function) or iscoroutinefunction(function)):
-                raise TypeError(f"{name} must be a plain function, not {function!r}")
+        _check_functions(handler, {"key": key, "on_error": on_error, "on_discard": on_discard})
         dispatch = Dispatch(
             executor=self._name,
             max_in_flight=self._max_in_flight,
@@ -129,11 +125,14 @@ class KeyedExecutor:
     async def aclose(self) -> None:
         """Refuse new dispatches and wait until the running ones have ended. Idempotent.
 
+        Not for a handler of this executor, which would wait for itself.
+
         Cancellation: the executor stays closed; running dispatches go on.
         """
         self._closed = True
         while self._dispatches:
-            self._idle = trio.Event()
+            if self._idle.is_set():
+                self._idle = trio.Event()
             await self._idle.wait()
         await trio.lowlevel.checkpoint()
 
@@ -150,6 +149,16 @@ class KeyedExecutor:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self.aclose()
+
+
+def _check_functions(handler: object, plain: Mapping[str, object]) -> None:
+    if not callable(handler) or isgeneratorfunction(handler) or isasyncgenfunction(handler):
+        raise TypeError(f"handler must be a function of one item that does not yield, not {handler!r}")
+    for name, function in plain.items():
+        if function is None and name != "key":
+            continue
+        if not callable(function) or iscoroutinefunction(function):
+            raise TypeError(f"{name} must be a plain function, not {function!r}")
 
 
 def _usable_cpus() -> int:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import inf
 
 import trio
 
@@ -19,8 +20,8 @@ def no_leaked_scope(function: str, key: object) -> Iterator[None]:
         key: what it is run for, for the error.
 
     Raises:
-        CancelScopeLeakError: it left one open; what it raised, if anything, is the cause.
-        BaseException: what it raised.
+        CancelScopeLeakError: it left one open; the `Exception` it raised, if any, is the cause.
+        BaseException: what it raised. What is no `Exception` outweighs a leak, which becomes a note on it.
     """
     raised: BaseException | None = None
     try:
@@ -30,7 +31,11 @@ def no_leaked_scope(function: str, key: object) -> Iterator[None]:
             except BaseException as error:
                 raised = error
     except RuntimeError:  # Trio's complaint about a scope that is not the innermost one, which it has closed
-        raise CancelScopeLeakError(function, key) from raised
+        leak = CancelScopeLeakError(function, key)
+        by_the_leak = isinstance(raised, trio.Cancelled) and trio.current_effective_deadline() > -inf
+        if raised is None or isinstance(raised, Exception) or by_the_leak:
+            raise leak from raised
+        raised.add_note(str(leak))
     if raised is not None:
         try:
             raise raised

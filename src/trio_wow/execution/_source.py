@@ -27,7 +27,7 @@ class BatchSource(Protocol[T_co]):
         Raises:
             trio.EndOfChannel: there will be no more items.
 
-        Cancellation: a cancelled call has taken nothing.
+        Cancellation: a cancelled call has taken nothing. Every call is a checkpoint.
         Ownership: the returned items are the caller's; a dispatch finishes, reports or discards each of them.
         """
         ...

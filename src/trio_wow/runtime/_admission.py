@@ -98,7 +98,10 @@ class Admission:
 
     @property
     def is_overdrawn(self) -> bool:
-        """Whether a receiver of this runtime holds more than its window, so that work from outside has to wait."""
+        """Whether a receiver of this runtime holds more than it has asked for, so that work from outside has to wait.
+
+        What has finished is asked for again in lots, so this can be up to one lot before the window itself is full.
+        """
         return self._overdrawn > 0
 
     @property
@@ -156,7 +159,8 @@ class Admission:
                 return
 
     async def _wait_change(self) -> None:
-        self._changed = trio.Event()
+        if self._changed.is_set():
+            self._changed = trio.Event()
         await self._changed.wait()
 
     def _release(self, lease: ActivityLease) -> None:

@@ -69,7 +69,7 @@ class Runtime:
             elsewhere, and with `False`, signals are left to the host.
 
     Raises:
-        ValueError: a number is out of its range.
+        ValueError: a number is out of its range, or two components have one name.
         TypeError: a component lacks a method of `RuntimeComponent`.
     """
 
@@ -113,6 +113,7 @@ class Runtime:
         self._graceful = trio.CancelScope()
         self._forced_by: str | None = None
         self._errors: list[BaseException] = []
+        self._reported: list[BaseException] = []
 
     @property
     def state(self) -> RuntimeState:
@@ -163,7 +164,7 @@ class Runtime:
         except BaseException as error:
             cancelled, failure = split_cancelled(error)
             if failure is not None:
-                self._errors.append(failure)
+                self._errors.append(_without_exit(failure))
         finally:
             self._state = RuntimeState.STOPPED
             self._stopped.set()
@@ -225,12 +226,34 @@ class Runtime:
             self._graceful.cancel()
 
     def _fail(self, error: BaseException) -> None:
-        """Take note of a fatal error: admission closes at once and nobody waits for quiet."""
-        self._errors.append(_without_exit(error))
+        """Take note of a fatal error, once: admission closes at once and nobody waits for quiet."""
+        rest = self._not_reported(error)
+        if rest is not None:
+            self._reported.append(error)
+            self._errors.append(_without_exit(rest))
         self._admission.close()
         self._begin_stop()
         self._start_scope.cancel()
         self._quiet_scope.cancel()
+
+    def _not_reported(self, error: BaseException) -> BaseException | None:
+        """Leave out what was reported when it happened and arrives again with the task that it ended."""
+        if any(error is known for known in self._reported):
+            return None
+        if isinstance(error, BaseExceptionGroup):
+            known, rest = error.split(lambda part: any(part is each for each in self._reported))
+            return error if known is None else rest
+        return error
+
+    def _absorb(self, error: BaseException, scope: trio.CancelScope, what: str) -> None:
+        """Take note of the failure in what was raised, and raise the cancellation in it that `scope` asked for."""
+        cancelled, failure = split_cancelled(error)
+        if failure is not None:
+            self._fail(failure)
+        if cancelled is not None:
+            if scope.cancel_called:
+                raise cancelled
+            self._fail(RuntimeError(f"{what} raised trio.Cancelled although nothing had been cancelled"))
 
     async def _watch_cancellation(self) -> None:
         try:
@@ -274,27 +297,29 @@ class Runtime:
             # The nursery's own group, one layer: what a task raised stays as it is, groups included.
             for error in group.exceptions:
                 self._fail(error)
+        else:
+            if not slot.released.is_set() and not slot.scope.cancel_called:
+                self._fail(
+                    RuntimeError(f"a task of {slot.name} raised trio.Cancelled although nothing had been cancelled")
+                )
         finally:
             slot.left.set()
 
     async def _start(self) -> None:
         try:
-            await trio.lowlevel.checkpoint_if_cancelled()
             for slot in self._slots:
+                await trio.lowlevel.checkpoint_if_cancelled()
                 slot.prepared = True
                 await slot.component.prepare(
                     RuntimeContext(slot.nursery, self._executor, self._stop_requested, self._admission, self._fail)
                 )
             await trio.lowlevel.checkpoint_if_cancelled()
             for slot in self._slots:
-                slot.component.start()
+                if not self._stop_requested.is_set():
+                    slot.component.start()
             await self._catch_up()
         except BaseException as error:
-            cancelled, failure = split_cancelled(error)
-            if failure is not None:
-                self._fail(failure)
-            if cancelled is not None:
-                raise cancelled from None
+            self._absorb(error, self._start_scope, "the start of a component")
         # A failure cancels the start scope; leave through it.
         await trio.lowlevel.checkpoint_if_cancelled()
 
@@ -304,12 +329,11 @@ class Runtime:
             async with trio.open_nursery(strict_exception_groups=True) as nursery:
                 for wait in waits:
                     nursery.start_soon(wait)
+            if nursery.cancel_scope.cancel_called:
+                raise RuntimeError("caught_up of a component raised trio.Cancelled although nothing had been cancelled")
         except BaseExceptionGroup as group:
-            failures = [failure for error in group.exceptions if (failure := split_cancelled(error)[1]) is not None]
-            for failure in failures:
-                self._fail(failure)
-            if not failures:
-                raise
+            for error in group.exceptions:
+                self._absorb(error, self._start_scope, "caught_up of a component")
 
     async def _stop(self) -> None:
         prepared = [slot for slot in self._slots if slot.prepared]
@@ -324,11 +348,7 @@ class Runtime:
                 try:
                     await slot.component.stop()
                 except BaseException as error:
-                    cancelled, failure = split_cancelled(error)
-                    if failure is not None:
-                        self._fail(failure)
-                    if cancelled is not None:
-                        raise cancelled from None
+                    self._absorb(error, self._graceful, f"stop of {slot.name}")
                 slot.released.set()
                 await slot.left.wait()
             await self._executor.aclose()
@@ -344,29 +364,39 @@ class Runtime:
         held = {slot.name: tuple(_task_names(slot.nursery)) for slot in reversed(prepared) if not slot.left.is_set()}
         error = ShutdownDeadlineError(reason, held, sorted(lease.name for lease in self._admission.leases))
         _log.error("%s", error)
+        self._errors.append(error)
         for slot in reversed(prepared):
             self._guarded(slot.component.force_stop)
             slot.scope.cancel()
         self._executor.force_stop()
         for slot in prepared:
             await slot.left.wait()
-        self._errors.append(error)
 
     def _guarded(self, step: Callable[[], object]) -> None:
         """Run one step of one component; its failure must not keep the others from stopping."""
         try:
             step()
-        except Exception as error:
+        except BaseException as error:
             self._fail(error)
 
 
 def _names(components: Sequence[object]) -> Iterator[str]:
-    """Yield a name for each component: its own `name`, else its class; numbered where that is taken."""
-    taken: dict[str, int] = {}
+    """Yield a name for each component: its own `name`, else its class's, numbered where that is taken."""
+    own = [str(name) for component in components if (name := getattr(component, "name", None))]
+    for name in own:
+        if own.count(name) > 1:
+            # Dispatchers of one name would also share a consumer group, and each would miss what the other gets.
+            raise ValueError(f"two components are named {name!r}; give one another name")
+    taken = set(own)
     for component in components:
-        name = str(getattr(component, "name", None) or type(component).__name__)
-        taken[name] = taken.get(name, 0) + 1
-        yield name if taken[name] == 1 else f"{name} {taken[name]}"
+        base = name = str(getattr(component, "name", None) or type(component).__name__)
+        if not getattr(component, "name", None):
+            number = 1
+            while name in taken:
+                number += 1
+                name = f"{base} {number}"
+            taken.add(name)
+        yield name
 
 
 def _task_names(nursery: trio.Nursery) -> Iterator[str]:
