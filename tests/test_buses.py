@@ -10,7 +10,7 @@ from support import collect
 from trio.testing import wait_all_tasks_blocked
 
 from trio_wow.buses import InMemoryCommandBus, InMemoryDomainEventBus, MessageExchange, Subscription
-from trio_wow.errors import AdmissionClosedError, RuntimeStateError
+from trio_wow.errors import AdmissionClosedError, RuntimeStateError, SerializationError
 from trio_wow.messages import AggregateId, CommandMessage, DomainEventStream
 from trio_wow.runtime import Admission
 
@@ -271,6 +271,22 @@ class TestFromInside:
 
 
 class TestReceivers:
+    async def test_a_message_is_the_buss_own_once_it_is_sent(self) -> None:
+        node = Node(InMemoryDomainEventBus())
+        receivers = [node.receiver(name) for name in ("a", "b")]
+        message = stream(headers={"h": "1"})
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(node.bus.send, message)
+            await wait_all_tasks_blocked()
+            message.headers["h"] = 2  # type: ignore[assignment]
+            with pytest.raises(SerializationError, match="headers hold text only, not 2"):
+                await node.bus.send(message)
+            for receiver in receivers:
+                receiver.add_demand(1)
+        for receiver in receivers:
+            (exchange,) = await receiver.receive_batch(9)
+            assert exchange.message.headers == {"h": "1"}
+
     async def test_a_full_receiver_holds_up_only_what_is_for_it(self) -> None:
         node = Node()
         full, free = node.receiver("things"), node.receiver("others", frozenset({"other"}), demand=2)
@@ -282,6 +298,31 @@ class TestReceivers:
             full.add_demand(1)
         assert numbers(await free.receive_batch(9)) == [2]
         assert numbers(await full.receive_batch(9)) == [1]
+
+    async def test_a_send_that_waits_is_not_overtaken_at_any_of_its_receivers(self) -> None:
+        node = Node(InMemoryDomainEventBus())
+        full, free = node.receiver("full"), node.receiver("free", frozenset({"thing", "other"}), demand=1)
+        other = DomainEventStream(
+            aggregate_id=AggregateId("context", "other", "1"),
+            version=1,
+            events=(Do("1"),),
+            command_id="c",
+            request_id="r",
+        )
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(node.bus.send, stream())
+            await wait_all_tasks_blocked()
+            nursery.start_soon(node.bus.send, other)
+            await wait_all_tasks_blocked()
+            assert not node.admission.leases
+            full.add_demand(1)
+            await wait_all_tasks_blocked()
+            (first,) = await free.receive_batch(9)
+            assert first.message.aggregate_id.aggregate == "thing"
+            free.add_demand(1)
+        (second,) = await free.receive_batch(9)
+        assert second.message is not other
+        assert second.message == other
 
     async def test_a_bus_serves_one_runtime_at_a_time(self) -> None:
         bus = InMemoryCommandBus()

@@ -102,6 +102,7 @@ class MessageBus(Protocol[M]):
         Raises:
             AdmissionClosedError: the runtime of a receiver takes no such message: from outside because it has not
                 started or is stopping, from inside because it is ending after a failure. No group got the message.
+            SerializationError: a header was changed to something that is no text. No group got the message.
 
         Cancellation: a cancelled call has handed over nothing.
         Ordering: messages that one task sends one after the other reach each group in that order.

@@ -149,6 +149,7 @@ class _Topic(Generic[R]):
 
     async def send(self, message: R) -> bool:
         """Hand a message to one receiver of each group, to all or to none, and say whether there was any."""
+        message = message.routed()  # the bus's own from here on, and known to be whole
         targets = self._targets(message.aggregate_id)
         if targets and (admission := targets[0].subscription.admission).is_inside():
             if admission.is_closed:
@@ -201,9 +202,9 @@ class _Topic(Generic[R]):
                 trio.lowlevel.reschedule(send.parked)
 
     def _hand_over(self, message: R, targets: Sequence[InMemoryReceiver[R]]) -> None:
-        for receiver in targets:
+        for route, receiver in enumerate(targets):
             lease = receiver.subscription.admission.try_acquire(f"{type(message).__name__} for {receiver.name}")
-            receiver.put(MessageExchange(message.routed(), lease))
+            receiver.put(MessageExchange(message if route == 0 else message.routed(), lease))
 
     def _targets(self, aggregate_id: AggregateId) -> list[InMemoryReceiver[R]]:
         targets = []
