@@ -924,6 +924,28 @@ class TestLife:
         with pytest.raises(ExecutorClosedError, match="forced stop"):
             await executor.dispatch(ListSource([1]), key=itself, handler=lambda _: executor.force_stop())
 
+    async def test_cancelled_in_the_step_of_a_forced_stop_it_raises_cancelled(self) -> None:
+        """Also when the source returns in that very step, so that no task of the dispatch meets the cancellation."""
+        arrived = trio.Event()
+
+        class Source:
+            async def receive_batch(self, limit: int, /) -> list[int]:
+                await arrived.wait()
+                return [1]
+
+        executor = KeyedExecutor()
+        discarded: list[int] = []
+        with trio.CancelScope() as scope:
+            async with trio.open_nursery() as nursery:
+                dispatch = partial(executor.dispatch, Source(), key=itself, handler=forever)
+                nursery.start_soon(partial(dispatch, on_discard=discarded.append))
+                await wait_all_tasks_blocked()
+                arrived.set()
+                scope.cancel()
+                executor.force_stop()
+        assert scope.cancelled_caught
+        assert discarded == [1]
+
     async def test_a_dispatch_that_ends_by_itself_at_a_forced_stop_is_a_success(self) -> None:
         executor = KeyedExecutor()
         send, receive = trio.open_memory_channel[int](1)

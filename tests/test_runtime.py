@@ -492,6 +492,7 @@ class TestDeadline:
         assert "mailbox 7, 292 more; b held mailbox 0, " in str(error)
         assert str(error).endswith("mailbox 8")
         assert error.held["a"] == tuple(names)
+        assert str(ShutdownDeadlineError("x", {"a": ["b", "c", "b"]})).endswith("a held b (2 times), c")
 
     async def test_operations_that_are_still_open_are_named(self, autojump_clock: MockClock) -> None:
         part = Part("a", [], start=lambda part: part.context.try_acquire("import of orders"))

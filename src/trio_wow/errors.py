@@ -1,5 +1,6 @@
 """Every error the library raises on purpose; one tree, rooted in `WowError`."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 __all__ = [
@@ -109,7 +110,8 @@ class ShutdownDeadlineError(WowError):
 
 
 def _some(names: Sequence[str]) -> str:
-    shown = [*names[:8], f"{len(names) - 8} more"] if len(names) > 9 else names
+    counted = [name if count == 1 else f"{name} ({count} times)" for name, count in Counter(names).items()]
+    shown = [*counted[:8], f"{len(counted) - 8} more"] if len(counted) > 9 else counted
     return ", ".join(shown) or "nothing"
 
 

@@ -102,6 +102,8 @@ class Dispatch(Generic[T]):
         if self._errors:
             raise self._errors[0]
         if not self._complete:
+            # A cancelled caller gets `Cancelled`, even if no task of the dispatch came past a checkpoint.
+            await trio.lowlevel.checkpoint_if_cancelled()
             if self._forced:
                 raise ExecutorClosedError(self._executor, "a forced stop ended this dispatch")
             raise RuntimeError(
