@@ -302,6 +302,7 @@ class TestReceivers:
     async def test_a_send_that_waits_is_not_overtaken_at_any_of_its_receivers(self) -> None:
         node = Node(InMemoryDomainEventBus())
         full, free = node.receiver("full"), node.receiver("free", frozenset({"thing", "other"}), demand=1)
+        node.receiver("bystander", frozenset({"else"}), demand=1)
         other = DomainEventStream(
             aggregate_id=AggregateId("context", "other", "1"),
             version=1,

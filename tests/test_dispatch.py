@@ -635,6 +635,37 @@ class TestStop:
                 raise AssertionError("must not get here")
         assert caught.group_contains(RuntimeStateError, match="a stop was requested before it could serve")
 
+    async def test_a_subscription_that_fails_gives_back_those_before_it(self) -> None:
+        class Second(InMemoryDomainEventBus):
+            subscribed = 0
+
+            def receiver(self, subscription: Any) -> Any:
+                self.subscribed += 1
+                if self.subscribed == 2:
+                    raise OSError("no more")
+                return super().receiver(subscription)
+
+        @projection
+        class Everything:
+            @on_event
+            def stepped(self, event: Stepped) -> None: ...
+
+            @on_event
+            def noted(self, event: Noted) -> None: ...
+
+        domain, bus = Domain([Chain, Notebook]), Second()
+        dispatcher = ProjectionDispatcher([Everything()], domain, bus)
+        with pytest.raises(OSError, match="no more"):
+            await Runtime([dispatcher], signals=False).serve()
+        stream = DomainEventStream(
+            aggregate_id=domain.command_message(Step("a")).aggregate_id,
+            version=1,
+            events=[Stepped(0)],
+            command_id="c",
+            request_id="r",
+        )
+        assert not await bus.send_if_subscribed(stream)
+
     async def test_an_error_of_the_start_comes_through_serving(self) -> None:
         class Failing(InMemoryDomainEventBus):
             def receiver(self, subscription: Any) -> Any:

@@ -17,6 +17,7 @@ from trio_wow.errors import (
     AdmissionClosedError,
     InvalidIdentifierError,
     NoSubscriberError,
+    RuntimeStateError,
     SerializationError,
     ShutdownDeadlineError,
     UnroutableCommandError,
@@ -237,3 +238,17 @@ async def test_a_command_that_nobody_receives_is_an_error() -> None:
         with pytest.raises(NoSubscriberError, match="nobody receives commands for chains.chain/a"):
             await gateway.send(Step("a"))
         runtime.request_stop()
+
+
+async def test_a_gateway_belongs_to_one_runtime_at_a_time() -> None:
+    gateway = CommandGateway(Domain([Chain]), InMemoryCommandBus())
+    first, second = (Runtime([gateway], signals=False, shutdown_quiet_period=0) for _ in range(2))
+    async with trio.open_nursery() as nursery:
+        await nursery.start(first.serve)
+        with pytest.raises(
+            RuntimeStateError, match="command-gateway belongs to another runtime until that has stopped"
+        ):
+            await second.serve()
+        with pytest.raises(NoSubscriberError):
+            await gateway.send(Step("a"))  # still the first one's
+        first.request_stop()
