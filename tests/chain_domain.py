@@ -139,3 +139,16 @@ class Steps:
     def stepped(self, event: DomainEvent[Stepped]) -> None:
         self.of.setdefault(event.aggregate_id.id, []).append(event.body.number)
         self.versions.setdefault(event.aggregate_id.id, []).append(event.version)
+
+
+@projection
+class Everything:
+    """Handles events of both contexts."""
+
+    @on_event
+    def stepped(self, event: Stepped) -> None:
+        pass
+
+    @on_event
+    def noted(self, event: Noted) -> None:
+        pass

@@ -54,13 +54,28 @@ def _tasks(task: trio.lowlevel.Task) -> Iterator[trio.lowlevel.Task]:
             yield from _tasks(child)
 
 
-async def collect(run: Callable[[], Awaitable[object]]) -> BaseException | None:
-    """Return what an async call raised."""
+async def collect(
+    run: Callable[[], Awaitable[object]], into: list[BaseException | None] | None = None
+) -> BaseException | None:
+    """Return what an async call raised; as a task, put it into a list."""
+    raised: BaseException | None = None
     try:
         await run()
     except BaseException as error:
-        return error
-    return None
+        raised = error
+    if into is not None:
+        into.append(raised)
+    return raised
+
+
+async def a_cancelled() -> BaseException:
+    """Return a `Cancelled` of a scope that is gone, for who wants to raise it where nothing is cancelled."""
+    raised: BaseException | None = None
+    with trio.CancelScope() as scope:
+        scope.cancel()
+        raised = await collect(trio.sleep_forever)
+    assert isinstance(raised, trio.Cancelled)
+    return raised
 
 
 class PythonProcess:

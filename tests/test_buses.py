@@ -141,12 +141,9 @@ class TestFromOutside:
         receiver = node.receiver()
         errors: list[BaseException | None] = []
 
-        async def sender(number: int) -> None:
-            errors.append(await collect(partial(node.bus.send, command(number))))
-
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(sender, 1)
-            nursery.start_soon(sender, 2)
+            for number in (1, 2):
+                nursery.start_soon(collect, partial(node.bus.send, command(number)), errors)
             await wait_all_tasks_blocked()
             node.admission.close_intake()
         assert [type(error) for error in errors] == [AdmissionClosedError] * 2

@@ -14,6 +14,7 @@ from chain_domain import (
     Answering,
     Break,
     Chain,
+    Everything,
     Ignore,
     Note,
     Notebook,
@@ -424,14 +425,6 @@ class TestProcessors:
         ] * 2
 
     async def test_k1_one_receiver_for_each_bounded_context_in_the_group_of_the_dispatcher(self) -> None:
-        @projection
-        class Everything:
-            @on_event
-            def stepped(self, event: Stepped) -> None: ...
-
-            @on_event
-            def noted(self, event: Noted) -> None: ...
-
         app = App([Chain, Notebook], [Everything(), Answering(0)])
         async with serving(app):
             await wait_all_tasks_blocked()
@@ -644,14 +637,6 @@ class TestStop:
                 if self.subscribed == 2:
                     raise OSError("no more")
                 return super().receiver(subscription)
-
-        @projection
-        class Everything:
-            @on_event
-            def stepped(self, event: Stepped) -> None: ...
-
-            @on_event
-            def noted(self, event: Noted) -> None: ...
 
         domain, bus = Domain([Chain, Notebook]), Second()
         dispatcher = ProjectionDispatcher([Everything()], domain, bus)

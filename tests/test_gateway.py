@@ -176,13 +176,10 @@ async def test_a_send_that_waits_for_room_when_the_stop_is_requested_is_refused(
     runtime = quick(app, executor=KeyedExecutor(max_in_flight=1))
     caught: list[BaseException | None] = []
 
-    async def late() -> None:
-        caught.append(await collect(partial(app.gateway.send, Step("b"))))
-
     async with trio.open_nursery() as nursery:
         await nursery.start(runtime.serve)
         await app.gateway.send(Step("a"))
-        nursery.start_soon(late)
+        nursery.start_soon(collect, partial(app.gateway.send, Step("b")), caught)
         await wait_all_tasks_blocked()
         runtime.request_stop()
         await wait_all_tasks_blocked()
@@ -214,17 +211,10 @@ async def test_whoever_still_waits_at_a_forced_stop_is_told(autojump_clock: Mock
     runtime = quick(app, shutdown_timeout=1)
     caught: list[BaseException | None] = []
 
-    async def wait() -> None:
-        caught.append(await collect(partial(app.gateway.send_and_wait, Step("a"))))
-
     async with trio.open_nursery() as nursery:
-
-        async def serve() -> None:
-            caught.append(await collect(runtime.serve))
-
-        nursery.start_soon(serve)
+        nursery.start_soon(collect, runtime.serve, caught)
         await wait_all_tasks_blocked()
-        nursery.start_soon(wait)
+        nursery.start_soon(collect, partial(app.gateway.send_and_wait, Step("a")), caught)
         await wait_all_tasks_blocked()
         runtime.request_stop()
     assert {type(error) for error in caught} == {WaitAbandonedError, ShutdownDeadlineError}

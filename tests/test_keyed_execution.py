@@ -13,7 +13,7 @@ import trio
 import trio.lowlevel
 from hypothesis import given
 from hypothesis import strategies as st
-from support import EndlessSource, ListSource, task_names
+from support import EndlessSource, ListSource, a_cancelled, task_names
 from trio.testing import wait_all_tasks_blocked
 
 from trio_wow.errors import CancelScopeLeakError, ExecutorClosedError
@@ -957,13 +957,7 @@ class TestLife:
 
     async def test_a_cancelled_that_is_not_ours_is_no_success(self) -> None:
         async def handler(n: int) -> None:
-            with trio.CancelScope() as scope:
-                scope.cancel()
-                try:
-                    await trio.sleep_forever()
-                except trio.Cancelled as error:
-                    kept = error
-            raise kept
+            raise await a_cancelled()
 
         with pytest.raises(
             RuntimeError, match=r"handler, or the source, raised trio.Cancelled although nothing had been"

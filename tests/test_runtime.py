@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import trio
-from support import ListSource, PythonProcess, collect, task_names
+from support import ListSource, PythonProcess, a_cancelled, collect, task_names
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from trio_wow.errors import ExecutorClosedError, HandlerExitError, RuntimeStateError, ShutdownDeadlineError
@@ -278,19 +278,13 @@ class TestStart:
 
         parts = [CatchingUp("a", log), CatchingUp("b", log, **{step: stray})]
         runtime = quick(parts)
-        error: BaseException | None = None
-        if step == "stop":
-            async with trio.open_nursery() as nursery:
-
-                async def serve() -> None:
-                    nonlocal error
-                    error = await collect(runtime.serve)
-
-                nursery.start_soon(serve)
+        caught: list[BaseException | None] = []
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(collect, runtime.serve, caught)
+            if step == "stop":
                 await wait_all_tasks_blocked()
                 runtime.request_stop()
-        else:
-            error = await collect(runtime.serve)
+        (error,) = caught
         assert isinstance(error, RuntimeError)
         assert "raised trio.Cancelled although nothing had been cancelled" in str(error)
         assert log[-1] == "stop a"
@@ -308,16 +302,6 @@ class TestStart:
         assert log[-2:] == ["stop b", "stop a"]
 
 
-async def a_cancelled() -> BaseException:
-    with trio.CancelScope() as scope:
-        scope.cancel()
-        try:
-            await trio.sleep_forever()
-        except trio.Cancelled as error:
-            kept = error
-    return kept
-
-
 class TestFailure:
     @pytest.mark.parametrize("step", ["quiesce", "force_stop"])
     async def test_a_plain_step_that_raises_anything_keeps_no_other_from_stopping(
@@ -327,16 +311,12 @@ class TestFailure:
         hang = {"stop": sleeping} if step == "force_stop" else {}
         parts = [Part("a", log, **hang), Part("b", log, **{step: raising(SystemExit(3))}), Part("c", log)]
         runtime = quick(parts)
-        error: BaseException | None = None
-
-        async def serve() -> None:
-            nonlocal error
-            error = await collect(runtime.serve)
-
+        caught: list[BaseException | None] = []
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(serve)
+            nursery.start_soon(collect, runtime.serve, caught)
             await wait_all_tasks_blocked()
             runtime.request_stop()
+        (error,) = caught
         if step == "quiesce":
             assert isinstance(error, HandlerExitError)
             assert log[-6:] == ["quiesce a", "quiesce b", "quiesce c", "stop c", "stop b", "stop a"]
@@ -467,10 +447,7 @@ class TestDeadline:
         async with trio.open_nursery() as nursery:
             caught: list[BaseException | None] = []
 
-            async def serve() -> None:
-                caught.append(await collect(runtime.serve))
-
-            nursery.start_soon(serve)
+            nursery.start_soon(collect, runtime.serve, caught)
             await wait_all_tasks_blocked()
             runtime.request_stop()
             await trio.sleep(3)
@@ -690,14 +667,10 @@ class TestThreads:
     async def test_a_stop_may_be_asked_from_any_thread_at_any_time(self, force: bool) -> None:
         runtime = quick([Part("a", [], stop=sleeping if force else lambda _: None)])
         ask = runtime.force_stop if force else runtime.request_stop
-        error = None
         async with trio.open_nursery() as nursery:
             caught: list[BaseException | None] = []
 
-            async def serve() -> None:
-                caught.append(await collect(runtime.serve))
-
-            nursery.start_soon(serve)
+            nursery.start_soon(collect, runtime.serve, caught)
             await wait_all_tasks_blocked()
             await trio.to_thread.run_sync(ask)
         error = caught[0]

@@ -158,26 +158,24 @@ class Dispatch(Generic[T]):
                 )
             )
         for item in batch:
-            if self._halted:
-                self._discard(item)
-                continue
-            try:
-                key = self._key(item)
-                mailbox = self._mailboxes.get(key)
-                if mailbox is None:
-                    self._mailboxes[key] = mailbox = Mailbox(key)
-                    self._start(mailbox)
-            except BaseException as error:
-                self._fail(error)
+            mailbox = None if self._halted else self._mailbox_of(item)
+            if mailbox is None or self._halted:  # `key` may have stopped the executor
                 self._discard(item)
             else:
-                if self._halted:  # `key` may have stopped the executor
-                    self._discard(item)
-                else:
-                    mailbox.queue.append(item)
+                mailbox.queue.append(item)
 
-    def _start(self, mailbox: Mailbox[T]) -> None:
-        self._context.run(partial(self._nursery.start_soon, self._run_mailbox, mailbox, name=mailbox.name))
+    def _mailbox_of(self, item: T) -> Mailbox[T] | None:
+        """Return the mailbox of an item's key, a fresh one if there is none; `None` if that failed the dispatch."""
+        try:
+            key = self._key(item)
+            mailbox = self._mailboxes.get(key)
+            if mailbox is None:
+                self._mailboxes[key] = mailbox = Mailbox(key)
+                self._context.run(partial(self._nursery.start_soon, self._run_mailbox, mailbox, name=mailbox.name))
+        except BaseException as error:
+            self._fail(error)
+            return None
+        return mailbox
 
     async def _run_mailbox(self, mailbox: Mailbox[T]) -> None:
         queue = mailbox.queue

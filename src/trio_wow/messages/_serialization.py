@@ -67,6 +67,7 @@ class Serializer:
             SerializationError: it would not come back as it is.
             UnknownMessageTypeError: its class is not registered.
         """
+        self._types.of(body)
         return self._written(body)[1]
 
     def dump_stream(self, stream: DomainEventStream) -> bytes:
@@ -133,7 +134,6 @@ class Serializer:
 
     def _written(self, body: B) -> tuple[bytes, B]:
         """Write a body and read it back, since only that shows what JSON, or its own annotations, would change."""
-        self._types.of(body)
         cls = type(body)
         try:
             data = orjson.dumps(self._converter.unstructure(body))
