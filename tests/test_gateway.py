@@ -26,7 +26,7 @@ from trio_wow.errors import (
 )
 from trio_wow.eventsourcing import InMemoryEventStore
 from trio_wow.execution import KeyedExecutor
-from trio_wow.messages import DomainEventStream, Stage
+from trio_wow.messages import CommandMessage, DomainEventStream, Stage
 from trio_wow.runtime import Runtime
 
 
@@ -186,6 +186,24 @@ async def test_a_send_that_waits_for_room_when_the_stop_is_requested_is_refused(
         store.gate.set()
     assert isinstance(caught[0], AdmissionClosedError)
     assert len(await store.read_all(0, 9)) == 1
+
+
+async def test_a_send_whose_receivers_leave_at_the_stop_is_refused_not_unreceived() -> None:
+    app = App([Chain])
+    runtime = quick(app)
+    caught: list[BaseException | None] = []
+
+    class Leaving(InMemoryCommandBus):
+        async def send_if_subscribed(self, message: CommandMessage) -> bool:
+            runtime.request_stop()
+            await runtime.wait_stopped()
+            return await super().send_if_subscribed(message)
+
+    app._commands = app.gateway._bus = Leaving()
+    async with trio.open_nursery() as nursery:
+        await nursery.start(runtime.serve)
+        nursery.start_soon(collect, partial(app.gateway.send, Step("a")), caught)
+    assert isinstance(caught[0], AdmissionClosedError)
 
 
 async def test_results_still_arrive_while_the_runtime_stops() -> None:

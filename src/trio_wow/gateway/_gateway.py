@@ -172,13 +172,17 @@ class CommandGateway:
     def _message(
         self, command: Any, request_id: str | None, tenant: str, headers: Mapping[str, str] | None
     ) -> CommandMessage:
+        self._check_admission()
+        return self._domain.command_message(command, request_id=request_id, tenant=tenant, headers=headers)
+
+    def _check_admission(self) -> None:
         admission = self._admission
         if admission is None or not (admission.intake_is_open or admission.is_inside()):
             raise AdmissionClosedError(self.name)
-        return self._domain.command_message(command, request_id=request_id, tenant=tenant, headers=headers)
 
     async def _send(self, message: CommandMessage) -> CommandResult:
         if not await self._bus.send_if_subscribed(message):
+            self._check_admission()  # its receivers may have left because the runtime began to stop meanwhile
             raise NoSubscriberError(message.aggregate_id)
         return CommandResult(
             command_id=message.id,
