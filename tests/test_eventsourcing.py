@@ -121,6 +121,10 @@ def store(domain: Domain) -> EventStore:
     return InMemoryEventStore(domain.serializer)
 
 
+async def read_from(store: EventStore, after: int) -> list[DomainEventStream]:
+    return [each.stream for each in await store.read_all(after, 1000)]
+
+
 async def everything(store: EventStore) -> list[DomainEventStream]:
     return [each.stream for each in await store.read_all(0, 1000)]
 
@@ -579,7 +583,7 @@ class TestFs17History:
             lambda store: store.load(A),
             lambda store: store.load(A, after=1),
             lambda store: store.load_request(A, "request 2"),
-            lambda store: store.read_all(1, 10),
+            lambda store: read_from(store, 1),
         ],
         ids=["load", "load after", "load_request", "read_all"],
     )
@@ -743,3 +747,37 @@ class TestAdvance:
         (await repository.load(A)).advance(command(A), (Paid(1),))
         assert await everything(store) == []
         assert (await repository.load(A)).version == 0
+
+
+class TestHistory:
+    @pytest.fixture
+    async def store(self) -> InMemoryEventStore:
+        store = InMemoryEventStore(Domain([aggregate_of("Some", OrderPlaced)]).serializer)
+        for aggregate_id, version in ((A, 1), (B, 1), (A, 2), (A, 3)):
+            await store.append(stream(aggregate_id, version, OrderPlaced(1)))
+        return store
+
+    async def test_a_part_of_a_history_is_read_between_two_versions(self, store: InMemoryEventStore) -> None:
+        async def versions(**bounds: int) -> list[int]:
+            return [each.version for each in await store.load(A, **bounds)]
+
+        assert await versions(after=1, until=2) == [2]
+        assert await versions(until=2) == [1, 2]
+        assert await versions(after=2, until=9) == [3]
+        assert await versions(after=2, until=2) == []
+
+    async def test_version_at_a_position(self, store: InMemoryEventStore) -> None:
+        assert [await store.version_at(A, position) for position in range(6)] == [0, 1, 1, 2, 3, 3]
+        assert [await store.version_at(B, position) for position in range(3)] == [0, 0, 1]
+
+    async def test_what_is_recorded_can_be_counted_without_being_read(self, store: InMemoryEventStore) -> None:
+        store._serializer = Domain([aggregate_of("Other", OrderOpened)]).serializer
+        page = await store.read_all(0, 10)
+        assert [(each.position, each.aggregate_id, each.version) for each in page] == [
+            (1, A, 1),
+            (2, B, 1),
+            (3, A, 2),
+            (4, A, 3),
+        ]
+        with pytest.raises(UnknownMessageTypeError):
+            _ = page[0].stream

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 __all__ = [
     "AdmissionClosedError",
     "AggregateNotReadableError",
+    "AggregateVersionError",
+    "AppendOutcomeUnknownError",
     "CancelScopeLeakError",
     "CommandFailedError",
     "CommandRejectedError",
@@ -18,6 +20,12 @@ __all__ = [
     "RuntimeStateError",
     "SerializationError",
     "ShutdownDeadlineError",
+    "StoreError",
+    "StoreFormatError",
+    "StoreFullError",
+    "StoreLockedError",
+    "StoreReadOnlyError",
+    "StoreVersionError",
     "TenantMismatchError",
     "UnknownMessageTypeError",
     "UnroutableCommandError",
@@ -238,6 +246,90 @@ class DuplicateRequestIdError(WowError):
         self.aggregate_id = aggregate_id
         self.request_id = request_id
         self.version = version
+
+
+class StoreError(WowError):
+    """A store cannot do what it was asked for. Nothing was written; the driver's error is the `__cause__`.
+
+    Attributes:
+        store: where it is kept.
+        retryable: whether the same call may succeed later without anybody's help.
+    """
+
+    retryable = False
+
+    def __init__(self, store: str, problem: str) -> None:
+        super().__init__(f"{store}: {problem}")
+        self.store = store
+
+
+class StoreFormatError(StoreError):
+    """The file is no store: something else, or damaged."""
+
+
+class StoreVersionError(StoreError):
+    """The store was written by a newer version of this package, whose schema is not known here.
+
+    Attributes:
+        found: the schema's version.
+        known: the newest one known here.
+    """
+
+    def __init__(self, store: str, found: int, known: int) -> None:
+        super().__init__(
+            store, f"its schema has version {found}; this version of trio-wow reads up to {known}: install a newer one"
+        )
+        self.found = found
+        self.known = known
+
+
+class StoreReadOnlyError(StoreError):
+    """The store, or the folder that it is in, cannot be written."""
+
+
+class StoreFullError(StoreError):
+    """There is no room left to write to. The same call succeeds once there is."""
+
+
+class StoreLockedError(StoreError):
+    """Somebody else held the store's write lock longer than the busy timeout."""
+
+    retryable = True
+
+
+class AppendOutcomeUnknownError(WowError):
+    """An append was cut off between the write and its answer: its stream is stored, or it is not.
+
+    Ask `load_request`, or send the command again with its request ID: it is never stored twice.
+
+    Attributes:
+        aggregate_id: the aggregate.
+        version: the version that the stream would have.
+    """
+
+    def __init__(self, aggregate_id: object, version: int) -> None:
+        super().__init__(
+            f"whether version {version} of {aggregate_id} is stored is not known: the append was cut off; "
+            "send the command again with its request ID"
+        )
+        self.aggregate_id = aggregate_id
+        self.version = version
+
+
+class AggregateVersionError(WowError):
+    """A version was asked for that the aggregate has not reached.
+
+    Attributes:
+        aggregate_id: the aggregate.
+        version: the version asked for.
+        last: the version that it has reached; 0 if nothing has happened to it.
+    """
+
+    def __init__(self, aggregate_id: object, version: int, last: int) -> None:
+        super().__init__(f"{aggregate_id} has no version {version}; its last one is {last}")
+        self.aggregate_id = aggregate_id
+        self.version = version
+        self.last = last
 
 
 class TenantMismatchError(WowError):

@@ -1,9 +1,23 @@
-"""Event sourcing: the store's contract, the memory store, and loading aggregates from events."""
+"""Event sourcing: the contracts of stores, the memory stores, and loading aggregates from snapshots and events."""
 
 from trio_wow.eventsourcing._memory import InMemoryEventStore as InMemoryEventStore
+from trio_wow.eventsourcing._memory import InMemorySnapshotStore as InMemorySnapshotStore
 from trio_wow.eventsourcing._repository import AggregateRepository as AggregateRepository
 from trio_wow.eventsourcing._repository import LoadedAggregate as LoadedAggregate
+from trio_wow.eventsourcing._store import CheckpointStore as CheckpointStore
 from trio_wow.eventsourcing._store import EventStore as EventStore
 from trio_wow.eventsourcing._store import RecordedStream as RecordedStream
+from trio_wow.eventsourcing._store import Snapshot as Snapshot
+from trio_wow.eventsourcing._store import SnapshotStore as SnapshotStore
 
-__all__ = ["AggregateRepository", "EventStore", "InMemoryEventStore", "LoadedAggregate", "RecordedStream"]
+__all__ = [
+    "AggregateRepository",
+    "CheckpointStore",
+    "EventStore",
+    "InMemoryEventStore",
+    "InMemorySnapshotStore",
+    "LoadedAggregate",
+    "RecordedStream",
+    "Snapshot",
+    "SnapshotStore",
+]

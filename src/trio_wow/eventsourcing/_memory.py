@@ -1,22 +1,25 @@
-"""An event store in memory."""
+"""Stores in memory."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from functools import partial
 
 import trio
 from attrs import define, field
 
 from trio_wow.errors import DuplicateRequestIdError, VersionConflictError
-from trio_wow.eventsourcing._store import RecordedStream
+from trio_wow.eventsourcing._store import RecordedStream, Snapshot
 from trio_wow.messages import AggregateId, DomainEventStream, Serializer
 
-__all__ = ["InMemoryEventStore"]
+__all__ = ["InMemoryEventStore", "InMemorySnapshotStore"]
 
 
 @define
 class _History:
-    """One aggregate's streams, as stored: `streams[n]` is version n + 1."""
+    """One aggregate's streams, as stored: `streams[n]` is version n + 1, and `positions[n]` its position."""
 
     streams: list[bytes] = field(factory=list)
+    positions: list[int] = field(factory=list)
     versions: dict[str, int] = field(factory=dict)
 
 
@@ -30,7 +33,7 @@ class InMemoryEventStore:
     def __init__(self, serializer: Serializer) -> None:
         self._serializer = serializer
         self._histories: dict[AggregateId, _History] = {}
-        self._all: list[bytes] = []
+        self._all: list[tuple[AggregateId, int]] = []
 
     async def append(self, stream: DomainEventStream) -> None:
         """See `EventStore.append`."""
@@ -46,16 +49,19 @@ class InMemoryEventStore:
         history.streams.append(data)
         history.versions[stream.request_id] = stream.version
         self._histories[aggregate_id] = history
-        self._all.append(data)
+        self._all.append((aggregate_id, stream.version))
+        history.positions.append(len(self._all))
 
-    async def load(self, aggregate_id: AggregateId, *, after: int = 0) -> Sequence[DomainEventStream]:
+    async def load(
+        self, aggregate_id: AggregateId, *, after: int = 0, until: int | None = None
+    ) -> Sequence[DomainEventStream]:
         """See `EventStore.load`."""
         await trio.lowlevel.checkpoint()
         history = self._histories.get(aggregate_id)
         if history is None:
             return []
-        versions = range(max(after, 0) + 1, len(history.streams) + 1)
-        return [self._read(history, version, aggregate_id) for version in versions]
+        last = len(history.streams) if until is None else min(until, len(history.streams))
+        return [self._read(aggregate_id, version) for version in range(max(after, 0) + 1, last + 1)]
 
     async def load_request(self, aggregate_id: AggregateId, request_id: str) -> DomainEventStream | None:
         """See `EventStore.load_request`."""
@@ -63,7 +69,7 @@ class InMemoryEventStore:
         history = self._histories.get(aggregate_id)
         if history is None or (version := history.versions.get(request_id)) is None:
             return None
-        return self._read(history, version, aggregate_id)
+        return self._read(aggregate_id, version)
 
     async def read_all(self, after: int, limit: int) -> Sequence[RecordedStream]:
         """See `EventStore.read_all`."""
@@ -71,11 +77,41 @@ class InMemoryEventStore:
         after = max(after, 0)
         page = self._all[after : after + limit]
         return [
-            RecordedStream(position, self._serializer.load_stream(data, f"position {position} of the memory store"))
-            for position, data in enumerate(page, after + 1)
+            RecordedStream(position, aggregate_id, version, partial(self._read, aggregate_id, version))
+            for position, (aggregate_id, version) in enumerate(page, after + 1)
         ]
 
-    def _read(self, history: _History, version: int, aggregate_id: AggregateId) -> DomainEventStream:
-        return self._serializer.load_stream(
-            history.streams[version - 1], f"version {version} of {aggregate_id} in the memory store"
-        )
+    async def version_at(self, aggregate_id: AggregateId, position: int) -> int:
+        """See `EventStore.version_at`."""
+        await trio.lowlevel.checkpoint()
+        history = self._histories.get(aggregate_id)
+        return 0 if history is None else bisect_right(history.positions, position)
+
+    def _read(self, aggregate_id: AggregateId, version: int) -> DomainEventStream:
+        data = self._histories[aggregate_id].streams[version - 1]
+        return self._serializer.load_stream(data, f"version {version} of {aggregate_id} in the memory store")
+
+
+class InMemorySnapshotStore:
+    """A `SnapshotStore` that ends with the process."""
+
+    def __init__(self) -> None:
+        self._snapshots: dict[AggregateId, Snapshot] = {}
+
+    async def save_snapshot(self, snapshot: Snapshot) -> None:
+        """See `SnapshotStore.save_snapshot`."""
+        await trio.lowlevel.checkpoint()
+        kept = self._snapshots.get(snapshot.aggregate_id)
+        if kept is None or kept.version < snapshot.version:
+            self._snapshots[snapshot.aggregate_id] = snapshot
+
+    async def load_snapshot(self, aggregate_id: AggregateId) -> Snapshot | None:
+        """See `SnapshotStore.load_snapshot`."""
+        await trio.lowlevel.checkpoint()
+        return self._snapshots.get(aggregate_id)
+
+    async def discard_snapshot(self, snapshot: Snapshot) -> None:
+        """See `SnapshotStore.discard_snapshot`."""
+        await trio.lowlevel.checkpoint()
+        if self._snapshots.get(snapshot.aggregate_id) == snapshot:
+            del self._snapshots[snapshot.aggregate_id]

@@ -21,6 +21,7 @@ from trio_wow.messages._types import EventUpgrader, MessageTypes
 __all__ = ["Serializer", "make_converter"]
 
 B = TypeVar("B")
+S = TypeVar("S")
 
 FORMAT = 1
 
@@ -127,6 +128,30 @@ class Serializer:
             )
         except (KeyError, TypeError, ValueError, SerializationError) as error:
             raise SerializationError(f"{source} is not a stored stream: {error!r}") from error
+
+    def dump_state(self, state: object) -> bytes:
+        """Write an aggregate's state, as a JSON object.
+
+        Raises:
+            SerializationError: it would not come back as it is.
+        """
+        return self._written(state)[0]
+
+    def load_state(self, data: bytes, cls: type[S], source: str) -> S:
+        """Read a state.
+
+        Args:
+            data: what `dump_state` wrote.
+            cls: its class.
+            source: where it comes from, for errors.
+
+        Raises:
+            SerializationError: it does not fit the class.
+        """
+        try:
+            return self._converter.structure(orjson.loads(data), cls)
+        except Exception as error:
+            raise SerializationError(f"{source} does not fit {cls.__name__}: {_reasons(error)}") from error
 
     def _body(self, body: object) -> dict[str, object]:
         named = self._types.of(body)
