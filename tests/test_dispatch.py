@@ -42,7 +42,7 @@ from trio_wow import (
     saga,
 )
 from trio_wow.buses import InMemoryCommandBus, InMemoryDomainEventBus
-from trio_wow.dispatch import CommandDispatcher, EventDispatcher, ProjectionDispatcher, SagaDispatcher
+from trio_wow.dispatch import CommandDispatcher, CommandResults, EventDispatcher, ProjectionDispatcher, SagaDispatcher
 from trio_wow.domain import Domain
 from trio_wow.errors import (
     AdmissionClosedError,
@@ -157,7 +157,7 @@ class TestCommands:
             other = await gateway.send_and_wait(Step("b", 4), request_id="r")
             assert other.error is None
         assert [stream.events[0] for stream in await stored(app, "a")] == [Stepped(1), Stepped(2)]
-        assert steps.of["a"] == [1, 2, 1]
+        assert steps.of["a"] == [1, 2]  # what is handled already is skipped
 
     async def test_a_duplicate_is_found_before_the_aggregate_decides(self) -> None:
         app = App([Chain])
@@ -222,7 +222,7 @@ class TestCommands:
                 log.append("publish")
                 await super().send(message)
 
-        class Results:
+        class Results(CommandResults):
             def processed(self, result: object, /) -> None:
                 log.append("processed")
 
@@ -381,7 +381,7 @@ class TestProcessors:
         async with serving(App([Chain], [Leaky(), steps])) as gateway:
             await gateway.send_and_wait(Twice("a"))
         assert steps.of == {"a": [100, 101]}
-        assert len(caplog.records) == 2
+        assert len(caplog.records) == 1  # the second event waits until the first is handled
         assert "Leaky.stepped left a cancel scope open" in caplog.text
 
     def test_a_processor_given_twice_is_refused(self) -> None:
@@ -422,7 +422,7 @@ class TestProcessors:
         ]
         assert [record.getMessage() for record in caplog.records] == [
             "Bad.stepped failed on Stepped, version 1 of chains.chain/a"
-        ] * 2
+        ]
 
     async def test_k1_one_receiver_for_each_bounded_context_in_the_group_of_the_dispatcher(self) -> None:
         app = App([Chain, Notebook], [Everything(), Answering(0)])
@@ -523,7 +523,9 @@ class TestSagas:
         domain = Domain([Chain])
         commands, events = InMemoryCommandBus(), InMemoryDomainEventBus()
         gateway = CommandGateway(domain, commands)
-        dispatcher = CommandDispatcher(domain, commands, InMemoryEventStore(domain.serializer), events, results=gateway)
+        dispatcher = CommandDispatcher(
+            domain, commands, InMemoryEventStore(domain.serializer), events, results=gateway.results
+        )
         lost = SagaDispatcher([Answering(1)], domain, events, InMemoryCommandBus())
         runtime = Runtime([dispatcher, lost, gateway], signals=False, shutdown_quiet_period=0)
         async with trio.open_nursery() as nursery:
@@ -738,7 +740,7 @@ class TestStop:
         commands, events = InMemoryCommandBus(), InMemoryDomainEventBus()
         gateway = CommandGateway(domain, commands)
         store = Waiting(domain.serializer)
-        dispatcher = CommandDispatcher(domain, commands, store, events, results=gateway)
+        dispatcher = CommandDispatcher(domain, commands, store, events, results=gateway.results)
         projections = ProjectionDispatcher([steps], domain, events)
         runtime = Runtime([dispatcher, projections, failing, gateway], signals=False)
         with pytest.raises(ExceptionGroup) as caught, caplog.at_level(logging.WARNING):

@@ -514,7 +514,7 @@ class TestProcessorModel:
         assert kind.value == decorator.__name__
 
     def test_functions_stand_in_the_order_of_their_definition(self) -> None:
-        assert processor_model(Balances()).functions == (
+        assert processor_model(Balances()).event_functions == (
             EventFunction("opened", Opened, takes_envelope=False),
             EventFunction("closed", Closed, takes_envelope=True),
             EventFunction("opened_again", Opened, takes_envelope=True),
@@ -529,7 +529,7 @@ class TestProcessorModel:
             @on_event
             def unsourced(self, event: Unsourced) -> None: ...
 
-        assert processor_model(More()).functions == (
+        assert processor_model(More()).event_functions == (
             EventFunction("opened", Opened, takes_envelope=True),
             EventFunction("closed", Closed, takes_envelope=True),
             EventFunction("opened_again", Opened, takes_envelope=True),
@@ -554,11 +554,13 @@ class TestProcessorModel:
 
     @pytest.mark.parametrize("kind", [event_processor, projection, saga], ids=lambda kind: kind.__name__)
     def test_no_event_function_is_refused(self, kind: Callable[[type], type]) -> None:
-        with pytest.raises(TypeError, match="Mailer has no @on_event function"):
+        with pytest.raises(TypeError, match="Mailer has no @on_event or @on_state_event function"):
             kind(type("Mailer", (), {"helper": taking(Opened)}))
 
     def test_bare_envelope_is_refused(self) -> None:
-        with pytest.raises(TypeError, match=r"Mailer\.wrong: write DomainEvent\[\.\.\.\] with the event's class"):
+        with pytest.raises(
+            TypeError, match=r"Mailer\.wrong: write DomainEvent\[\.\.\.\] with the class of what it handles"
+        ):
             projection(type("Mailer", (), {"wrong": on_event(taking(DomainEvent))}))
 
     @pytest.mark.parametrize("inner", [Opened | Closed, object, Any, T, list[Opened], DomainEvent[Opened]], ids=str)

@@ -69,7 +69,7 @@ async def test_processed_comes_with_the_version() -> None:
         result = await gateway.send_and_wait(Step("a"))
         assert (result.stage, result.version) == (Stage.PROCESSED, 1)
         assert result.raise_for_error() is result
-    assert not gateway._waits
+    assert not gateway.results.waiting
 
 
 async def test_fs21_a_wait_ends_at_its_deadline_and_the_command_goes_on(autojump_clock: MockClock) -> None:
@@ -79,7 +79,7 @@ async def test_fs21_a_wait_ends_at_its_deadline_and_the_command_goes_on(autojump
         with pytest.raises(WaitTimeoutError, match=r"did not reach PROCESSED within 3 s; it may still be handled"):
             await gateway.send_and_wait(Step("a"), timeout=3)
         assert trio.current_time() - start == 3
-        assert not gateway._waits
+        assert not gateway.results.waiting
         store.gate.set()  # a late result is dropped
         assert (await gateway.send_and_wait(Step("a"))).version == 2
 
@@ -103,9 +103,9 @@ async def test_fs21_a_cancelled_wait_leaves_nothing_behind(autojump_clock: MockC
             for n in range(100):
                 nursery.start_soon(gateway.send_and_wait, Step(str(n)))
             await wait_all_tasks_blocked()
-            assert len(gateway._waits) == 100
+            assert gateway.results.waiting == 100
             nursery.cancel_scope.cancel()
-        assert not gateway._waits
+        assert not gateway.results.waiting
         store.gate.set()
 
 
@@ -150,7 +150,7 @@ async def test_a_bad_command_is_refused_before_anything_is_sent(
             await gateway.send(command, **options)  # type: ignore[arg-type]
         with pytest.raises(error):
             await gateway.send_and_wait(command, **options)  # type: ignore[arg-type]
-        assert not gateway._waits
+        assert not gateway.results.waiting
     assert list(await app.store.read_all(0, 9)) == []
 
 

@@ -7,16 +7,20 @@ The names that most programs need. Everything else is exported by the room it be
 from trio_wow.app import App as App
 from trio_wow.buses import InMemoryCommandBus as InMemoryCommandBus
 from trio_wow.buses import InMemoryDomainEventBus as InMemoryDomainEventBus
+from trio_wow.buses import InMemoryStateEventBus as InMemoryStateEventBus
 from trio_wow.dispatch import CommandDispatcher as CommandDispatcher
 from trio_wow.dispatch import EventDispatcher as EventDispatcher
 from trio_wow.dispatch import ProjectionDispatcher as ProjectionDispatcher
 from trio_wow.dispatch import SagaDispatcher as SagaDispatcher
+from trio_wow.dispatch import SnapshotDispatcher as SnapshotDispatcher
+from trio_wow.dispatch import StateEventDispatcher as StateEventDispatcher
 from trio_wow.domain import Domain as Domain
 from trio_wow.domain import aggregate as aggregate
 from trio_wow.domain import event_processor as event_processor
 from trio_wow.domain import on_command as on_command
 from trio_wow.domain import on_event as on_event
 from trio_wow.domain import on_sourcing as on_sourcing
+from trio_wow.domain import on_state_event as on_state_event
 from trio_wow.domain import projection as projection
 from trio_wow.domain import saga as saga
 from trio_wow.errors import CommandRejectedError as CommandRejectedError
@@ -28,6 +32,7 @@ from trio_wow.messages import AggregateId as AggregateId
 from trio_wow.messages import CommandResult as CommandResult
 from trio_wow.messages import DomainEvent as DomainEvent
 from trio_wow.messages import Stage as Stage
+from trio_wow.messages import StateEvent as StateEvent
 from trio_wow.runtime import Runtime as Runtime
 
 __all__ = [
@@ -43,17 +48,22 @@ __all__ = [
     "InMemoryCommandBus",
     "InMemoryDomainEventBus",
     "InMemoryEventStore",
+    "InMemoryStateEventBus",
     "KeyedExecutor",
     "ProjectionDispatcher",
     "Runtime",
     "SagaDispatcher",
+    "SnapshotDispatcher",
     "Stage",
+    "StateEvent",
+    "StateEventDispatcher",
     "WowError",
     "aggregate",
     "event_processor",
     "on_command",
     "on_event",
     "on_sourcing",
+    "on_state_event",
     "projection",
     "saga",
 ]

@@ -5,11 +5,27 @@ from contextlib import asynccontextmanager
 
 import trio
 
-from trio_wow.buses import InMemoryCommandBus, InMemoryDomainEventBus
-from trio_wow.dispatch import CommandDispatcher, EventDispatcher, ProjectionDispatcher, SagaDispatcher
+from trio_wow.buses import InMemoryCommandBus, InMemoryDomainEventBus, InMemoryStateEventBus
+from trio_wow.dispatch import (
+    CatchUp,
+    CommandDispatcher,
+    CommandResults,
+    EventDispatcher,
+    ProjectionDispatcher,
+    SagaDispatcher,
+    SnapshotDispatcher,
+    StateEventDispatcher,
+)
 from trio_wow.domain import Domain, ProcessorKind, processor_model
 from trio_wow.errors import RuntimeStateError
-from trio_wow.eventsourcing import EventStore, InMemoryEventStore
+from trio_wow.eventsourcing import (
+    AggregateRepository,
+    CheckpointStore,
+    EventStore,
+    InMemoryEventStore,
+    InMemorySnapshotStore,
+    SnapshotStore,
+)
 from trio_wow.execution import KeyedExecutor
 from trio_wow.gateway import CommandGateway
 from trio_wow.runtime import Runtime, RuntimeComponent
@@ -20,16 +36,22 @@ __all__ = ["App"]
 class App:
     """An application inside one process: in-memory buses, one store, a dispatcher for each kind of processor.
 
+    When it is served, its processors first catch up with the store: what is in memory is made anew, sagas and event
+    processors go on from their checkpoints. Only then are commands taken.
+
     Whoever needs another arrangement builds it from the same parts, each of which takes its collaborators as arguments.
 
     Args:
         aggregates: classes decorated with `@aggregate`, or a `Domain` made of them.
         processors: instances of classes decorated with `@event_processor`, `@projection` or `@saga`.
-        store: where events are kept; by default in memory.
+        store: where events are kept; by default in memory. One that is a `SnapshotStore` keeps the snapshots too, one
+            that is a `CheckpointStore` the checkpoints, and one that is a `RuntimeComponent` is opened when a runtime
+            starts and closed when it stops. It is the caller's, and outlives the runtimes.
 
     Attributes:
         domain: the registry of the aggregates.
-        store: the event store. It outlives the runtimes.
+        store: the event store.
+        repository: loads aggregates.
         gateway: sends commands to the runtime that is running.
 
     Raises:
@@ -42,12 +64,15 @@ class App:
     ) -> None:
         self.domain = aggregates if isinstance(aggregates, Domain) else Domain(aggregates)
         self.store = store if store is not None else InMemoryEventStore(self.domain.serializer)
+        snapshots = self.store if isinstance(self.store, SnapshotStore) else InMemorySnapshotStore()
+        self.repository = AggregateRepository(self.domain, self.store, snapshots)
         self._commands = InMemoryCommandBus()
         self._events = InMemoryDomainEventBus()
-        self.gateway = CommandGateway(self.domain, self._commands)
-        self._processors: dict[ProcessorKind, list[object]] = {}
-        for processor in processors:
-            self._processors.setdefault(processor_model(processor).kind, []).append(processor)
+        self._state_events = InMemoryStateEventBus()
+        self._results = CommandResults()
+        self._catch_up = CatchUp(self.store, self.store if isinstance(self.store, CheckpointStore) else None)
+        self.gateway = CommandGateway(self.domain, self._commands, results=self._results)
+        self._processors = list(processors)
         self._components()  # finds what does not fit now rather than at the start
 
     def runtime(
@@ -60,7 +85,8 @@ class App:
     ) -> Runtime:
         """Return a new runtime of this application; see `Runtime` for the arguments. Serve one at a time.
 
-        Its components are, in this order: command dispatcher, event dispatcher, projections, sagas, gateway.
+        Its components are, in this order: the store, if it is one, the dispatchers of commands, events, projections,
+        sagas, state events and snapshots, as far as there is something for them to do, and the gateway.
         """
         return Runtime(
             self._components(),
@@ -105,16 +131,54 @@ class App:
             runtime.request_stop()
 
     def _components(self) -> list[RuntimeComponent]:
-        domain, commands, events = self.domain, self._commands, self._events
-        components: list[RuntimeComponent] = [
-            CommandDispatcher(domain, commands, self.store, events, results=self.gateway)
-        ]
-        kinds = self._processors
-        if ProcessorKind.EVENT in kinds:
-            components.append(EventDispatcher(kinds[ProcessorKind.EVENT], domain, events))
-        if ProcessorKind.PROJECTION in kinds:
-            components.append(ProjectionDispatcher(kinds[ProcessorKind.PROJECTION], domain, events))
-        if ProcessorKind.SAGA in kinds:
-            components.append(SagaDispatcher(kinds[ProcessorKind.SAGA], domain, events, commands))
+        domain, commands, events, states = self.domain, self._commands, self._events, self._state_events
+        of_events, with_states = self._sorted_processors()
+        snapshots = any(model.snapshot_every is not None for model in domain.aggregates)
+        components: list[RuntimeComponent] = [self.store] if isinstance(self.store, RuntimeComponent) else []
+        components.append(
+            CommandDispatcher(
+                domain,
+                commands,
+                self.store,
+                events,
+                state_events=states if with_states or snapshots else None,
+                repository=self.repository,
+                results=self._results,
+            )
+        )
+        if processors := of_events[ProcessorKind.EVENT]:
+            components.append(EventDispatcher(processors, domain, events, catch_up=self._catch_up))
+        if projections := of_events[ProcessorKind.PROJECTION]:
+            components.append(ProjectionDispatcher(projections, domain, events, catch_up=self._catch_up))
+        if sagas := of_events[ProcessorKind.SAGA]:
+            components.append(
+                SagaDispatcher(sagas, domain, events, commands, results=self._results, catch_up=self._catch_up)
+            )
+        if with_states:
+            components.append(
+                StateEventDispatcher(
+                    with_states,
+                    domain,
+                    states,
+                    self.repository,
+                    commands,
+                    results=self._results,
+                    catch_up=self._catch_up,
+                )
+            )
+        if snapshots:
+            components.append(SnapshotDispatcher(domain, states, self.repository))
         components.append(self.gateway)
         return components
+
+    def _sorted_processors(self) -> tuple[dict[ProcessorKind, list[object]], list[object]]:
+        """Return the processors with event functions by kind, and those with state-event functions."""
+        of_events: dict[ProcessorKind, list[object]] = {kind: [] for kind in ProcessorKind}
+        with_states: list[object] = []
+        for processor in self._processors:
+            model = processor_model(processor)
+            if model.event_functions:
+                of_events[model.kind].append(processor)
+            if model.state_functions:
+                with_states.append(processor)
+        return of_events, with_states

@@ -1,12 +1,12 @@
 """The contracts of a bus. Implementations point here."""
 
 from collections.abc import Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import trio
 from attrs import frozen
 
-from trio_wow.messages import CommandMessage, DomainEventStream
+from trio_wow.messages import CommandMessage, DomainEventStream, StateEvent
 from trio_wow.runtime import ActivityLease, Admission
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "MessageBus",
     "MessageExchange",
     "MessageReceiver",
+    "StateEventBus",
     "Subscription",
 ]
 
@@ -124,3 +125,4 @@ class MessageBus(Protocol[M]):
 
 CommandBus = MessageBus[CommandMessage]
 DomainEventBus = MessageBus[DomainEventStream]
+StateEventBus = MessageBus[StateEvent[Any]]

@@ -2,15 +2,15 @@
 
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from typing import Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import trio
 
 from trio_wow.buses._bus import MessageExchange, Subscription
 from trio_wow.errors import AdmissionClosedError, RuntimeStateError
-from trio_wow.messages import AggregateId, CommandMessage, DomainEventStream
+from trio_wow.messages import AggregateId, CommandMessage, DomainEventStream, StateEvent
 
-__all__ = ["InMemoryCommandBus", "InMemoryDomainEventBus"]
+__all__ = ["InMemoryCommandBus", "InMemoryDomainEventBus", "InMemoryStateEventBus"]
 
 
 class _Routable(Protocol):
@@ -255,3 +255,7 @@ class InMemoryCommandBus(InMemoryMessageBus[CommandMessage]):
 
 class InMemoryDomainEventBus(InMemoryMessageBus[DomainEventStream]):
     """A `DomainEventBus` inside the process."""
+
+
+class InMemoryStateEventBus(InMemoryMessageBus[StateEvent[Any]]):
+    """A `StateEventBus` inside the process."""

@@ -2,43 +2,45 @@
 
 import logging
 from inspect import isawaitable
-from typing import Protocol
+from typing import Any
 
-from trio_wow.buses import CommandBus, DomainEventBus
+from trio_wow.buses import CommandBus, DomainEventBus, StateEventBus
 from trio_wow.dispatch._dispatcher import MessageDispatcher
+from trio_wow.dispatch._results import CommandResults
 from trio_wow.domain import Domain
-from trio_wow.errors import AdmissionClosedError, CommandRejectedError, DuplicateRequestIdError
+from trio_wow.errors import (
+    AdmissionClosedError,
+    AppendOutcomeUnknownError,
+    CommandRejectedError,
+    DuplicateRequestIdError,
+    TenantMismatchError,
+)
 from trio_wow.eventsourcing import AggregateRepository, EventStore
 from trio_wow.execution import no_leaked_scope
-from trio_wow.messages import CommandError, CommandMessage, CommandResult, DomainEventStream, Stage
+from trio_wow.messages import CommandError, CommandMessage, CommandResult, DomainEventStream, Stage, StateEvent
 
-__all__ = ["CommandDispatcher", "ResultSink"]
+__all__ = ["CommandDispatcher"]
 
 _log = logging.getLogger("trio_wow.dispatch")
-
-
-class ResultSink(Protocol):
-    """Is told how commands end. A `CommandGateway` is one."""
-
-    def processed(self, result: CommandResult, /) -> None:
-        """Take note of a result of stage `PROCESSED`. Plain, quick, and never raises: it changes no outcome."""
-        ...
 
 
 class CommandDispatcher(MessageDispatcher[CommandMessage]):
     """Handles the commands of a domain's aggregates.
 
-    For each command: load the aggregate, let it decide, apply the events, append them, publish them, acknowledge,
-    report `PROCESSED`. When applying fails nothing is stored; when appending fails nothing is published. What fails up
-    to the append is the command's result, not the dispatcher's failure, and the command is acknowledged. A request
-    that is stored already is not decided again: its stored events are published again, and the result is a
-    `DuplicateRequestIdError` with their version. A command that yields no event stores nothing and is not remembered.
+    For each command: load the aggregate, let it decide, apply the events, append them, publish them, publish the state
+    after them, acknowledge, report `PROCESSED`. When applying fails nothing is stored; when appending fails nothing is
+    published. What fails up to the append is the command's result, not the dispatcher's failure, and the command is
+    acknowledged. A request that is stored already is not decided again: its stored events are published again, and the
+    result is a `DuplicateRequestIdError` with their version. A command that yields no event stores nothing and is not
+    remembered. A state event that cannot be published is logged; a processor with a checkpoint misses nothing by it.
 
     Args:
         domain: the aggregates.
         bus: where commands come from.
         store: where events are kept.
         events: where stored events are published.
+        state_events: where the states after them are published; `None` when nobody wants them.
+        repository: loads the aggregates; by default one without snapshots.
         results: is told how each command ends.
         name: the component and its consumer group.
     """
@@ -50,25 +52,37 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
         store: EventStore,
         events: DomainEventBus,
         *,
-        results: ResultSink | None = None,
+        state_events: StateEventBus | None = None,
+        repository: AggregateRepository | None = None,
+        results: CommandResults | None = None,
         name: str = "command-dispatcher",
     ) -> None:
         super().__init__(name, bus, domain.aggregates)
         self._store = store
-        self._repository = AggregateRepository(domain, store)
+        self._repository = repository if repository is not None else AggregateRepository(domain, store)
         self._events = events
+        self._state_events = state_events
         self._results = results
 
     async def handle(self, message: CommandMessage) -> bool:
         """See the class."""
+        stream: DomainEventStream | None = None
+        state: StateEvent[Any] | None = None
         error: Exception | None = None
         try:
-            stream, error = await self._decide_and_append(message)
+            stream = await self._stored(message)
+            if stream is not None:
+                error = DuplicateRequestIdError(message.aggregate_id, message.request_id, stream.version)
+            else:
+                state = await self._decide_and_append(message)
+                stream = None if state is None else state.stream
         except Exception as raised:
             _log_failure(message, raised)
             stream, error = None, raised
         if stream is not None and not await self._publish(stream):
             return False
+        if state is not None and self._state_events is not None:
+            await self._publish_state(state, self._state_events)
         if self._results is not None:
             self._results.processed(
                 CommandResult(
@@ -82,22 +96,41 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
             )
         return True
 
-    async def _decide_and_append(self, message: CommandMessage) -> tuple[DomainEventStream | None, Exception | None]:
-        """Return the stream to publish, if any, and the error to report beside it, if any."""
+    def unfinished(self, message: CommandMessage, /) -> None:
+        """See `MessageDispatcher.unfinished`. Whoever waits for the command need not wait any more."""
+        if self._results is not None:
+            self._results.abandoned(message.id)
+
+    def ended(self) -> None:
+        """See `MessageDispatcher.ended`. By then whoever waits for a command has left, or the runtime fails."""
+        if self._results is not None:
+            self._results.abandon_all()
+
+    async def _stored(self, message: CommandMessage) -> DomainEventStream | None:
+        """Return what the command's request has led to before."""
+        stream = await self._store.load_request(message.aggregate_id, message.request_id)
+        if stream is not None and stream.aggregate_id.tenant != message.aggregate_id.tenant:
+            raise TenantMismatchError(message.aggregate_id, message.aggregate_id.tenant)
+        return stream
+
+    async def _decide_and_append(self, message: CommandMessage) -> StateEvent[Any] | None:
+        """Return what is now stored and is to be published, or `None` if the command has led to nothing."""
         aggregate = await self._repository.load(message.aggregate_id)
-        stored = await self._store.load_request(message.aggregate_id, message.request_id)
-        if stored is not None:
-            return stored, DuplicateRequestIdError(message.aggregate_id, message.request_id, stored.version)
         decided = aggregate.model.decide(aggregate.state, message.body)
         if isawaitable(decided):
             with no_leaked_scope(getattr(decided, "__qualname__", repr(decided)), message.aggregate_id):
                 decided = await decided
         events = aggregate.model.events_of(message.body, decided)
         if not events:
-            return None, None
+            return None
         stream = aggregate.advance(message, events)
-        await self._store.append(stream)
-        return stream, None
+        try:
+            await self._store.append(stream)
+        except AppendOutcomeUnknownError:
+            stored = await self._stored(message)
+            if stored is None or stored.id != stream.id:
+                raise
+        return StateEvent(stream, aggregate.state)
 
     async def _publish(self, stream: DomainEventStream) -> bool:
         try:
@@ -112,6 +145,14 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
             stream.aggregate_id,
         )
         return False
+
+    async def _publish_state(self, state: StateEvent[Any], bus: StateEventBus) -> None:
+        try:
+            await bus.send(state)
+        except Exception:
+            _log.warning(
+                "the state of %s at version %s is not published", state.aggregate_id, state.version, exc_info=True
+            )
 
 
 def _log_failure(message: CommandMessage, error: Exception) -> None:

@@ -1,7 +1,8 @@
 """What all dispatchers have in common: receivers, leases, mailboxes, the component's life."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Generic, Protocol, TypeVar
 
 import trio
@@ -21,6 +22,7 @@ class _Addressed(Protocol):
 
 
 M = TypeVar("M", bound=_Addressed)
+T = TypeVar("T")
 
 
 class MessageDispatcher(ABC, Generic[M]):
@@ -52,6 +54,12 @@ class MessageDispatcher(ABC, Generic[M]):
         What this raises ends the dispatcher and its runtime, so a user function's `Exception` must not leave it.
         """
 
+    def unfinished(self, message: M, /) -> None:
+        """Take note that a message was let go without having been finished. Plain, quick, and never raises."""
+
+    def ended(self) -> None:
+        """Take note that a receiver has ended, and messages in it may never be handled. As `unfinished`."""
+
     async def prepare(self, context: RuntimeContext, /) -> None:
         """See `RuntimeComponent.prepare`."""
         self._context = context
@@ -63,10 +71,8 @@ class MessageDispatcher(ABC, Generic[M]):
 
     def start(self) -> None:
         """See `RuntimeComponent.start`."""
-        context = self._prepared()
         for name, receiver in zip(self._contexts, self._receivers, strict=True):
-            self._running += 1
-            context.nursery.start_soon(self._receive, receiver, name=f"receiver {name}")
+            self._run_task(self._receive, receiver, name=f"receiver {name}")
 
     def quiesce(self) -> None:
         """See `RuntimeComponent.quiesce`."""
@@ -86,6 +92,19 @@ class MessageDispatcher(ABC, Generic[M]):
         """See `RuntimeComponent.force_stop`."""
         self.quiesce()
 
+    def _run_task(self, function: Callable[[T], Awaitable[object]], argument: T, *, name: str) -> None:
+        """Run a task that `stop` waits for."""
+
+        async def run() -> None:
+            try:
+                await function(argument)
+            finally:
+                self._running -= 1
+                self._idle.set()
+
+        self._running += 1
+        self._prepared().nursery.start_soon(run, name=name)
+
     async def _receive(self, receiver: MessageReceiver[M]) -> None:
         try:
             receiver.open()
@@ -93,30 +112,42 @@ class MessageDispatcher(ABC, Generic[M]):
                 receiver,
                 key=_mailbox_key,
                 handler=self._process,
-                on_discard=MessageExchange.discard,
+                on_discard=self._discard,
             )
         finally:
             receiver.abandon()
-            self._running -= 1
-            self._idle.set()
+            self.ended()
+
+    def _discard(self, exchange: MessageExchange[M]) -> None:
+        exchange.discard()
+        self.unfinished(exchange.message)
 
     async def _process(self, exchange: MessageExchange[M]) -> None:
         lease = exchange.lease
         if lease is None:
             lease = self._prepared().try_acquire(f"{type(exchange.message).__name__} for {self.name}")
-        if lease is None:
-            return  # admission has closed: not handled, not acknowledged
-        with lease:
-            try:
-                if await self.handle(exchange.message):
-                    await exchange.acknowledge()
-            except BaseException as error:
-                _, failure = split_cancelled(error)
-                if failure is not None:
-                    failure.add_note(f"while {self.name} handled a message for {exchange.message.aggregate_id}")
-                    # Now, not when the other handlers have left: until then messages would go to a dead dispatcher.
-                    self._prepared().report_failure(failure)
-                raise
+        finished = False
+        try:
+            if lease is not None:  # else admission has closed: not handled, not acknowledged
+                with lease, self._reporting(exchange.message.aggregate_id):
+                    finished = await self.handle(exchange.message)
+                    if finished:
+                        await exchange.acknowledge()
+        finally:
+            if not finished:
+                self.unfinished(exchange.message)
+
+    @contextmanager
+    def _reporting(self, aggregate_id: AggregateId) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            _, failure = split_cancelled(error)
+            if failure is not None:
+                failure.add_note(f"while {self.name} handled a message for {aggregate_id}")
+                # Now, not when the other handlers have left: until then messages would go to a dead dispatcher.
+                self._prepared().report_failure(failure)
+            raise
 
     def _is_ending(self) -> bool:
         """Whether the runtime is ending after a failure, so that what is sent or published now may reach nobody."""

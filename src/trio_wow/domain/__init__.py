@@ -7,6 +7,7 @@ from trio_wow.domain._domain import Domain as Domain
 from trio_wow.domain._functions import on_command as on_command
 from trio_wow.domain._functions import on_event as on_event
 from trio_wow.domain._functions import on_sourcing as on_sourcing
+from trio_wow.domain._functions import on_state_event as on_state_event
 from trio_wow.domain._processor import EventFunction as EventFunction
 from trio_wow.domain._processor import ProcessorKind as ProcessorKind
 from trio_wow.domain._processor import ProcessorModel as ProcessorModel
@@ -27,6 +28,7 @@ __all__ = [
     "on_command",
     "on_event",
     "on_sourcing",
+    "on_state_event",
     "processor_model",
     "projection",
     "saga",

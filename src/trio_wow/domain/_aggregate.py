@@ -25,10 +25,19 @@ class AggregateModel:
         name: the aggregate's name in its context.
         commands: the command classes it handles.
         events: the event classes it is rebuilt from.
+        snapshot_every: versions from one snapshot to the next; `None` for no snapshots.
+        revision: of the state's shape.
     """
 
-    def __init__(self, cls: type, context: str, name: str) -> None:
+    def __init__(
+        self, cls: type, context: str, name: str, *, snapshot_every: int | None = None, revision: int = 1
+    ) -> None:
+        for what, value in (("snapshot_every", snapshot_every), ("revision", revision)):
+            if (value is not None or what == "revision") and (type(value) is not int or value < 1):
+                raise ValueError(f"{what} of {cls.__name__} must be a positive int, not {value!r}")
         self.cls = cls
+        self.snapshot_every = snapshot_every
+        self.revision = revision
         self.context = check_name("context", context)
         self.name = check_name("aggregate name", name)
         self._decide: dict[type, Callable[[Any, Any], object]] = {}
@@ -105,7 +114,9 @@ class AggregateModel:
             raise UnsourcedEventError(self.cls.__name__, type(event))
 
 
-def aggregate(*, context: str, name: str | None = None) -> Callable[[C], C]:
+def aggregate(
+    *, context: str, name: str | None = None, snapshot_every: int | None = None, revision: int = 1
+) -> Callable[[C], C]:
     """Declare an attrs class an aggregate: its instances are states, its methods decide and source.
 
     Put it above `@attrs.define`. The class has a field `id` and defaults for all others.
@@ -113,14 +124,26 @@ def aggregate(*, context: str, name: str | None = None) -> Callable[[C], C]:
     Args:
         context: the bounded context, see `check_name`.
         name: the aggregate's name in it; by default the class's in lower case, words joined by `_`.
+        snapshot_every: versions from one snapshot of the state to the next, so that loading begins there; at least 1.
+            `None` for no snapshots: right while an aggregate has few events. The state must then be something that
+            JSON holds (see `Serializer`).
+        revision: of the state's shape, at least 1; raise it when the fields change, so that older snapshots are made
+            anew from the events.
 
     Raises:
+        ValueError: a number is out of its range.
         TypeError: the class, or a message function of it, does not fit; the error names it and the fix.
         InvalidIdentifierError: a name is not legal.
     """
 
     def decorate(cls: C) -> C:
-        model = AggregateModel(cls, context, name if name is not None else _snake_case(cls.__name__))
+        model = AggregateModel(
+            cls,
+            context,
+            name if name is not None else _snake_case(cls.__name__),
+            snapshot_every=snapshot_every,
+            revision=revision,
+        )
         setattr(cls, _ATTRIBUTE, model)
         return cls
 

@@ -68,6 +68,10 @@ class Domain:
         """
         return self._by_name[aggregate_id.context, aggregate_id.aggregate]
 
+    def model_of_class(self, cls: type) -> AggregateModel | None:
+        """Return the model of a registered aggregate class, or `None`."""
+        return next((model for model in self.aggregates if model.cls is cls), None)
+
     def publishers_of(self, event: type) -> tuple[AggregateModel, ...]:
         """Return the aggregates to which an event of this class can happen; none if it is not registered."""
         return tuple(self._by_event.get(event, ()))

@@ -9,7 +9,15 @@ from typing import Any, TypeVar
 
 from attrs import frozen
 
-__all__ = ["FunctionKind", "MessageFunction", "message_functions", "on_command", "on_event", "on_sourcing"]
+__all__ = [
+    "FunctionKind",
+    "MessageFunction",
+    "message_functions",
+    "on_command",
+    "on_event",
+    "on_sourcing",
+    "on_state_event",
+]
 
 F = TypeVar("F", bound=Callable[..., object])
 _ATTRIBUTE = "__wow_function__"
@@ -21,6 +29,7 @@ class FunctionKind(enum.Enum):
     COMMAND = "on_command"
     SOURCING = "on_sourcing"
     EVENT = "on_event"
+    STATE_EVENT = "on_state_event"
 
 
 @frozen
@@ -32,12 +41,14 @@ class MessageFunction:
         kind: its decorator.
         annotation: the annotation of its first parameter after `self`.
         is_async: whether it is an `async def`.
+        takes_transaction: whether it has a second parameter, for the transaction that keeps its checkpoint.
     """
 
     name: str
     kind: FunctionKind
     annotation: Any
     is_async: bool
+    takes_transaction: bool
 
 
 def on_command(function: F) -> F:
@@ -63,8 +74,21 @@ def on_event(function: F) -> F:
 
     Its first parameter's annotation is the event's class, or `DomainEvent[Class]` for the envelope around it. In a
     saga it returns the command to send, several in a list or tuple, or `None`. It may be `async def`.
+
+    In a projection it may have a second parameter, and then all functions of that projection have: the open transaction
+    of the store (for SQLite a `sqlite3.Connection`), in which the store also takes note that the event was handled. It
+    is then a plain function, runs in the thread that writes to the store, and must not commit or roll back.
     """
     return _mark(function, FunctionKind.EVENT)
+
+
+def on_state_event(function: F) -> F:
+    """Mark a method of a processor that handles the state an aggregate has after the events of one command.
+
+    Its first parameter's annotation is the aggregate's class, or `StateEvent[Class]` for the stream beside the state.
+    For the rest it is like an `@on_event` function.
+    """
+    return _mark(function, FunctionKind.STATE_EVENT)
 
 
 def _mark(function: F, kind: FunctionKind) -> F:
@@ -95,16 +119,24 @@ def message_functions(cls: type, allowed: set[FunctionKind], decorator: str) -> 
             raise TypeError(f"{where} must return what it has to say; a function that yields is not run")
         if kind not in allowed:
             raise TypeError(f"{where} is marked @{kind.value}, which does not belong into a class marked @{decorator}")
-        yield MessageFunction(name, kind, _first_annotation(function, where), inspect.iscoroutinefunction(function))
+        is_async = inspect.iscoroutinefunction(function)
+        parameters = _parameters(function)[1:]
+        takes_transaction = (
+            decorator == "projection" and len(parameters) == 2 and parameters[1].default is inspect.Parameter.empty
+        )
+        if len(parameters) != 1 and not takes_transaction:
+            raise TypeError(f"{where} must take self and one message, not {len(parameters)} further parameters")
+        for parameter in parameters:
+            if parameter.kind not in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+                raise TypeError(f"{where} must take its message as an ordinary parameter, not as {parameter}")
+        if takes_transaction and is_async:
+            raise TypeError(f"{where} takes a transaction, which is used in a thread; make it a plain function")
+        yield MessageFunction(
+            name, kind, _annotation(function, parameters[0], where), is_async, takes_transaction=takes_transaction
+        )
 
 
-def _first_annotation(function: Callable[..., object], where: str) -> Any:
-    parameters = _parameters(function)[1:]
-    if len(parameters) != 1:
-        raise TypeError(f"{where} must take self and one message, not {len(parameters)} further parameters")
-    parameter = parameters[0]
-    if parameter.kind not in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
-        raise TypeError(f"{where} must take its message as an ordinary parameter, not as {parameter}")
+def _annotation(function: Callable[..., object], parameter: inspect.Parameter, where: str) -> Any:
     if parameter.annotation is parameter.empty:
         raise TypeError(f"{where}: annotate {parameter.name!r} with the class of the message that it handles")
     try:

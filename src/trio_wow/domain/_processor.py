@@ -2,12 +2,13 @@
 
 import enum
 import typing
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from attrs import frozen
 
-from trio_wow.domain._functions import FunctionKind, message_class, message_functions
-from trio_wow.messages import DomainEvent
+from trio_wow.domain._functions import FunctionKind, MessageFunction, message_class, message_functions
+from trio_wow.messages import DomainEvent, StateEvent
 
 __all__ = [
     "EventFunction",
@@ -33,16 +34,16 @@ class ProcessorKind(enum.Enum):
 
 @frozen
 class EventFunction:
-    """One event function of a processor class.
+    """One event function, or state-event function, of a processor class.
 
     Attributes:
         name: the method's name.
-        event: the event class it handles.
-        takes_envelope: whether it takes a `DomainEvent` rather than the bare body.
+        handles: the event's class, or the aggregate's.
+        takes_envelope: whether it takes a `DomainEvent` or `StateEvent` rather than the bare event or state.
     """
 
     name: str
-    event: type
+    handles: type
     takes_envelope: bool
 
 
@@ -53,26 +54,43 @@ class ProcessorModel:
     Attributes:
         kind: its decorator.
         name: the class's name.
-        functions: in the order of their definition.
+        event_functions: in the order of their definition.
+        state_functions: in the order of their definition.
+        takes_transaction: whether its functions take the transaction in which the store keeps its checkpoint.
     """
 
     kind: ProcessorKind
     name: str
-    functions: tuple[EventFunction, ...]
+    event_functions: tuple[EventFunction, ...]
+    state_functions: tuple[EventFunction, ...]
+    takes_transaction: bool
 
 
 def event_processor(cls: C) -> C:
-    """Declare a class whose `@on_event` methods act on events: a mail, a call to another system."""
+    """Declare a class whose `@on_event` and `@on_state_event` methods act on events: a mail, a call elsewhere.
+
+    Its effects are outside the process, so where it has come to is kept in the store, if that keeps checkpoints. After
+    a crash the last few events come again.
+    """
     return _compile(cls, ProcessorKind.EVENT)
 
 
 def projection(cls: C) -> C:
-    """Declare a class whose `@on_event` methods keep a view of the events for reading."""
+    """Declare a class whose `@on_event` and `@on_state_event` methods keep a view of the events for reading.
+
+    The view is in memory, and made anew from the first event when the process starts; or it is in the store's own
+    database, and then its functions take the transaction as their second parameter (see `on_event`), which has each
+    event's effect exactly once. One that writes elsewhere is an `@event_processor`.
+    """
     return _compile(cls, ProcessorKind.PROJECTION)
 
 
 def saga(cls: C) -> C:
-    """Declare a class whose `@on_event` methods answer events with commands, which they return."""
+    """Declare a class whose `@on_event` and `@on_state_event` methods answer events with commands, which they return.
+
+    Where it has come to is kept in the store, if that keeps checkpoints. So it has no state of its own in memory:
+    after a restart it would not be there.
+    """
     return _compile(cls, ProcessorKind.SAGA)
 
 
@@ -92,19 +110,41 @@ def processor_model(processor: object) -> ProcessorModel:
 
 
 def _compile(cls: C, kind: ProcessorKind) -> C:
-    functions = tuple(
-        _event_function(function.name, function.annotation, f"{cls.__name__}.{function.name}")
-        for function in message_functions(cls, {FunctionKind.EVENT}, kind.value)
+    found = list(message_functions(cls, {FunctionKind.EVENT, FunctionKind.STATE_EVENT}, kind.value))
+    if not found:
+        raise TypeError(f"{cls.__name__} has no @on_event or @on_state_event function")
+    functions: dict[FunctionKind, list[EventFunction]] = {FunctionKind.EVENT: [], FunctionKind.STATE_EVENT: []}
+    for each in found:
+        functions[each.kind].append(_event_function(each, f"{cls.__name__}.{each.name}"))
+    setattr(
+        cls,
+        _ATTRIBUTE,
+        ProcessorModel(
+            kind=kind,
+            name=cls.__name__,
+            event_functions=tuple(functions[FunctionKind.EVENT]),
+            state_functions=tuple(functions[FunctionKind.STATE_EVENT]),
+            takes_transaction=_all_or_none(cls, found),
+        ),
     )
-    if not functions:
-        raise TypeError(f"{cls.__name__} has no @on_event function")
-    setattr(cls, _ATTRIBUTE, ProcessorModel(kind, cls.__name__, functions))
     return cls
 
 
-def _event_function(name: str, annotation: Any, where: str) -> EventFunction:
-    if annotation is DomainEvent:
-        raise TypeError(f"{where}: write DomainEvent[...] with the event's class")
-    if typing.get_origin(annotation) is DomainEvent:
-        return EventFunction(name, message_class(typing.get_args(annotation)[0], where), takes_envelope=True)
-    return EventFunction(name, message_class(annotation, where), takes_envelope=False)
+def _all_or_none(cls: type, functions: Sequence[MessageFunction]) -> bool:
+    without = [each.name for each in functions if not each.takes_transaction]
+    if 0 < len(without) < len(functions):
+        raise TypeError(
+            f"{cls.__name__}: {', '.join(without)} must take the transaction too, as its other functions do: "
+            "one checkpoint stands for all of them"
+        )
+    return not without
+
+
+def _event_function(function: MessageFunction, where: str) -> EventFunction:
+    envelope: Any = DomainEvent if function.kind is FunctionKind.EVENT else StateEvent
+    annotation = function.annotation
+    if annotation is envelope:
+        raise TypeError(f"{where}: write {envelope.__name__}[...] with the class of what it handles")
+    if typing.get_origin(annotation) is envelope:
+        return EventFunction(function.name, message_class(typing.get_args(annotation)[0], where), takes_envelope=True)
+    return EventFunction(function.name, message_class(annotation, where), takes_envelope=False)

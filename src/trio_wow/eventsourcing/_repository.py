@@ -1,15 +1,19 @@
-"""Loading aggregates, deciding, and making streams of what was decided."""
+"""Loading aggregates from snapshots and events, deciding, and making streams of what was decided."""
 
+import logging
+from collections.abc import Sequence
 from typing import Any
 
 from attrs import define
 
 from trio_wow.domain import AggregateModel, Domain
-from trio_wow.errors import AggregateNotReadableError, TenantMismatchError
-from trio_wow.eventsourcing._store import EventStore
-from trio_wow.messages import AggregateId, CommandMessage, DomainEventStream, Serializer
+from trio_wow.errors import AggregateNotReadableError, AggregateVersionError, SerializationError, TenantMismatchError
+from trio_wow.eventsourcing._store import EventStore, Snapshot, SnapshotStore
+from trio_wow.messages import AggregateId, CommandMessage, DomainEventStream, Serializer, StateEvent
 
 __all__ = ["AggregateRepository", "LoadedAggregate"]
+
+_log = logging.getLogger("trio_wow.eventsourcing")
 
 
 @define
@@ -52,31 +56,114 @@ class LoadedAggregate:
             headers=command.headers,
         )
 
+    def source(self, streams: Sequence[DomainEventStream]) -> None:
+        """Apply what has happened, in order.
+
+        Raises:
+            TenantMismatchError: it happened to an aggregate of another tenant.
+            AggregateNotReadableError: an event cannot be applied any more. The state is then of no use.
+        """
+        for stream in streams:
+            if stream.aggregate_id.tenant != self.id.tenant:
+                raise TenantMismatchError(self.id, self.id.tenant)
+            try:
+                for event in stream.events:
+                    self.model.apply(self.state, event)
+            except Exception as error:
+                raise AggregateNotReadableError(self.id, stream.version, error) from error
+            self.version = stream.version
+
 
 class AggregateRepository:
-    """Rebuilds aggregates from their events."""
+    """Rebuilds aggregates from their events, from the last snapshot on where there is one.
 
-    def __init__(self, domain: Domain, store: EventStore) -> None:
+    A snapshot is only ever a shortcut. One that cannot be used (unreadable, of another revision, ahead of the events or
+    beside them) is logged, discarded, and the state made from the events; so is what a snapshot store raises.
+
+    Args:
+        domain: the aggregates.
+        store: their events.
+        snapshots: their snapshots, for those aggregates that have a `snapshot_every`.
+    """
+
+    def __init__(self, domain: Domain, store: EventStore, snapshots: SnapshotStore | None = None) -> None:
         self._domain = domain
         self._store = store
+        self._snapshots = snapshots
 
-    async def load(self, aggregate_id: AggregateId) -> LoadedAggregate:
-        """Return an aggregate's present state; a new one if nothing has happened to it.
+    async def load(self, aggregate_id: AggregateId, *, version: int | None = None) -> LoadedAggregate:
+        """Return an aggregate's present state, or that at a version; a new one if nothing has happened to it.
+
+        Args:
+            aggregate_id: the aggregate.
+            version: the version to stop at; 0 for the state before the first event.
 
         Raises:
             TenantMismatchError: it belongs to another tenant than `aggregate_id` names.
             AggregateNotReadableError: a stored event cannot be applied any more.
+            AggregateVersionError: it has not reached `version`, or that is negative.
             SerializationError: a stored event cannot be read any more.
+            StoreError: the store cannot be used.
         """
         model = self._domain.model_of(aggregate_id)
-        loaded = LoadedAggregate(aggregate_id, model, model.new_state(aggregate_id.id), 0, self._domain.serializer)
-        for stream in await self._store.load(aggregate_id):
-            if stream.aggregate_id.tenant != aggregate_id.tenant:
-                raise TenantMismatchError(aggregate_id, aggregate_id.tenant)
-            try:
-                for event in stream.events:
-                    model.apply(loaded.state, event)
-            except Exception as error:
-                raise AggregateNotReadableError(aggregate_id, stream.version, error) from error
-            loaded.version = stream.version
+        loaded = None
+        if model.snapshot_every is not None and self._snapshots is not None:
+            loaded = await self._from_snapshot(model, aggregate_id, version, self._snapshots)
+        if loaded is None:
+            loaded = LoadedAggregate(aggregate_id, model, model.new_state(aggregate_id.id), 0, self._domain.serializer)
+            loaded.source(await self._store.load(aggregate_id, until=version))
+        if version is not None and loaded.version != version:
+            raise AggregateVersionError(aggregate_id, version, loaded.version)
         return loaded
+
+    async def take_snapshot(self, event: StateEvent[Any]) -> None:
+        """Keep the state of a state event as its aggregate's snapshot.
+
+        Raises:
+            SerializationError: JSON cannot hold the state.
+            Exception: what the snapshot store raised.
+        """
+        if self._snapshots is None:
+            raise RuntimeError("this repository has no snapshot store; give it one")
+        revision = self._domain.model_of(event.aggregate_id).revision
+        data = self._domain.serializer.dump_state(event.state)
+        await self._snapshots.save_snapshot(
+            Snapshot(event.aggregate_id, event.version, event.stream.id, revision, data)
+        )
+
+    async def _from_snapshot(
+        self, model: AggregateModel, aggregate_id: AggregateId, version: int | None, snapshots: SnapshotStore
+    ) -> LoadedAggregate | None:
+        try:
+            snapshot = await snapshots.load_snapshot(aggregate_id)
+        except Exception:
+            _log.warning("the snapshot of %s cannot be loaded; using its events", aggregate_id, exc_info=True)
+            return None
+        if snapshot is None or (version is not None and version < snapshot.version):
+            return None
+        # The stream that the snapshot ends with comes along: only that proves that the snapshot belongs to this log.
+        streams = await self._store.load(aggregate_id, after=snapshot.version - 1, until=version)
+        try:
+            if snapshot.revision != model.revision:
+                raise SerializationError(f"it has revision {snapshot.revision}, and the aggregate {model.revision}")
+            if not streams:
+                raise SerializationError("it is ahead of the events")
+            if streams[0].id != snapshot.stream_id:
+                raise SerializationError("it was made from other events")
+            state: Any = self._domain.serializer.load_state(snapshot.data, model.cls, "it")
+        except SerializationError as error:
+            await self._discard(snapshot, error, snapshots)
+            return None
+        if streams[0].aggregate_id.tenant != aggregate_id.tenant:
+            raise TenantMismatchError(aggregate_id, aggregate_id.tenant)
+        loaded = LoadedAggregate(aggregate_id, model, state, snapshot.version, self._domain.serializer)
+        loaded.source(streams[1:])
+        return loaded
+
+    async def _discard(self, snapshot: Snapshot, error: Exception, snapshots: SnapshotStore) -> None:
+        where = (snapshot.version, snapshot.aggregate_id)
+        _log.warning("the snapshot of version %s of %s is of no use: %s; using the events", *where, error)
+        try:
+            await snapshots.discard_snapshot(snapshot)
+        except Exception:
+            _log.warning("the snapshot of version %s of %s cannot be discarded", *where, exc_info=True)

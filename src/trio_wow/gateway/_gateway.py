@@ -7,12 +7,12 @@ from typing import Any
 import trio
 
 from trio_wow.buses import CommandBus
+from trio_wow.dispatch import CommandResults
 from trio_wow.domain import Domain
 from trio_wow.errors import (
     AdmissionClosedError,
     NoSubscriberError,
     RuntimeStateError,
-    WaitAbandonedError,
     WaitTimeoutError,
 )
 from trio_wow.messages import DEFAULT_TENANT, CommandMessage, CommandResult, Stage
@@ -21,32 +21,31 @@ from trio_wow.runtime import Admission, RuntimeContext
 __all__ = ["CommandGateway"]
 
 
-class _Wait:
-    """One waiting sender."""
-
-    __slots__ = ("event", "result")
-
-    def __init__(self) -> None:
-        self.event = trio.Event()
-        self.result: CommandResult | None = None
-
-
 class CommandGateway:
     """Sends commands into a runtime, and tells their senders what became of them.
 
-    A runtime component: put it last, so that it stops first. Give it to the command dispatcher as `results`. Before
-    the runtime runs and after its stop was requested, it refuses commands from outside.
+    A runtime component: put it last, so that it stops first. Before the runtime runs and after its stop was requested,
+    it refuses commands from outside.
+
+    Args:
+        domain: knows where commands go.
+        bus: where they go.
+        results: those that the command dispatcher reports to; by default new ones, to be given to it.
+        name: the component's name.
 
     Attributes:
         name: the component's name.
+        results: brings results to those who wait.
     """
 
-    def __init__(self, domain: Domain, bus: CommandBus, *, name: str = "command-gateway") -> None:
+    def __init__(
+        self, domain: Domain, bus: CommandBus, *, results: CommandResults | None = None, name: str = "command-gateway"
+    ) -> None:
         self.name = name
+        self.results = results if results is not None else CommandResults()
         self._domain = domain
         self._bus = bus
         self._admission: Admission | None = None
-        self._waits: dict[str, _Wait] = {}
 
     async def send(
         self,
@@ -122,26 +121,10 @@ class CommandGateway:
         if not 0 < timeout <= inf:
             raise ValueError(f"timeout must be a positive number of seconds, not {timeout!r}")
         message = self._message(command, request_id, tenant, headers)
-        wait = self._waits[message.id] = _Wait()
-        try:
-            with trio.move_on_after(timeout):
-                sent = await self._send(message)
-                if until is Stage.SENT:
-                    return sent
-                await wait.event.wait()
-                if wait.result is None:
-                    raise WaitAbandonedError(message.id)
-                return wait.result
-        finally:
-            del self._waits[message.id]
+        with self.results.expecting(message.id) as wait, trio.move_on_after(timeout):
+            sent = await self._send(message)
+            return sent if until is Stage.SENT else await wait.wait()
         raise WaitTimeoutError(message.id, until.name, timeout)
-
-    def processed(self, result: CommandResult, /) -> None:
-        """See `ResultSink.processed`. A result that nobody waits for is dropped."""
-        wait = self._waits.get(result.command_id)
-        if wait is not None:
-            wait.result = result
-            wait.event.set()
 
     async def prepare(self, context: RuntimeContext, /) -> None:
         """See `RuntimeComponent.prepare`.
@@ -160,14 +143,11 @@ class CommandGateway:
         """See `RuntimeComponent.quiesce`. The runtime's intake is the gateway's door."""
 
     async def stop(self) -> None:
-        """See `RuntimeComponent.stop`. Whoever still waits gets a `WaitAbandonedError`."""
-        self.force_stop()
+        """See `RuntimeComponent.stop`. Who waits for a command goes on waiting: its dispatcher stops later."""
         await trio.lowlevel.checkpoint()
 
     def force_stop(self) -> None:
-        """See `RuntimeComponent.force_stop`."""
-        for wait in self._waits.values():
-            wait.event.set()
+        """See `RuntimeComponent.force_stop`. Nothing is held."""
 
     def _message(
         self, command: Any, request_id: str | None, tenant: str, headers: Mapping[str, str] | None

@@ -3,6 +3,7 @@
 from trio_wow.messages._envelopes import CommandMessage as CommandMessage
 from trio_wow.messages._envelopes import DomainEvent as DomainEvent
 from trio_wow.messages._envelopes import DomainEventStream as DomainEventStream
+from trio_wow.messages._envelopes import StateEvent as StateEvent
 from trio_wow.messages._identity import DEFAULT_TENANT as DEFAULT_TENANT
 from trio_wow.messages._identity import AggregateId as AggregateId
 from trio_wow.messages._identity import check_identifier as check_identifier
@@ -30,6 +31,7 @@ __all__ = [
     "MessageTypes",
     "Serializer",
     "Stage",
+    "StateEvent",
     "check_identifier",
     "check_name",
     "make_converter",

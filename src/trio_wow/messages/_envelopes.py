@@ -1,6 +1,7 @@
 """The envelopes in which bodies travel: frozen, with headers that are copied for every route."""
 
 from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from datetime import UTC, datetime
 from typing import Any, Generic, TypeVar
 from uuid import uuid4
@@ -10,9 +11,10 @@ from attrs import evolve, field, frozen
 from trio_wow.errors import SerializationError
 from trio_wow.messages._identity import AggregateId, check_identifier
 
-__all__ = ["CommandMessage", "DomainEvent", "DomainEventStream"]
+__all__ = ["CommandMessage", "DomainEvent", "DomainEventStream", "StateEvent"]
 
 B_co = TypeVar("B_co", covariant=True)
+S_co = TypeVar("S_co", covariant=True)
 
 
 def _new_id() -> str:
@@ -157,3 +159,31 @@ class DomainEvent(Generic[B_co]):
     def headers(self) -> Mapping[str, str]:
         """The headers of the stream."""
         return self.stream.headers
+
+
+@frozen
+class StateEvent(Generic[S_co]):
+    """A stream, and the state of its aggregate after it.
+
+    Attributes:
+        stream: the events that led to the state.
+        state: an instance of the aggregate's class; a copy for this route. Read it, do not change it: the functions
+            that handle one state event share it.
+    """
+
+    stream: DomainEventStream
+    state: S_co
+
+    @property
+    def aggregate_id(self) -> AggregateId:
+        """The aggregate."""
+        return self.stream.aggregate_id
+
+    @property
+    def version(self) -> int:
+        """The aggregate's version."""
+        return self.stream.version
+
+    def routed(self) -> "StateEvent[S_co]":
+        """Return a copy for one route: with headers and a state of its own."""
+        return StateEvent(self.stream.routed(), deepcopy(self.state))

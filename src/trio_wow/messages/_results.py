@@ -4,7 +4,7 @@ import enum
 
 from attrs import frozen
 
-from trio_wow.errors import CommandFailedError
+from trio_wow.errors import AppendOutcomeUnknownError, CommandFailedError, StoreError, VersionConflictError
 from trio_wow.messages._identity import AggregateId
 
 __all__ = ["CommandError", "CommandResult", "Stage"]
@@ -26,10 +26,13 @@ class CommandError:
     Attributes:
         code: the name of the error's class.
         text: the error's text.
+        undecided: whether nothing was decided for or against the command, because the store could not be used or
+            another writer was first: the same command with the same request ID may still succeed.
     """
 
     code: str
     text: str
+    undecided: bool = False
 
     @classmethod
     def of(cls, error: BaseException) -> "CommandError":
@@ -38,7 +41,8 @@ class CommandError:
             text = str(error)
         except Exception as failure:
             text = f"its text cannot be shown: {type(failure).__name__}"
-        return cls(type(error).__name__, text)
+        undecided = isinstance(error, StoreError | VersionConflictError | AppendOutcomeUnknownError)
+        return cls(type(error).__name__, text, undecided)
 
 
 @frozen(kw_only=True)

@@ -138,7 +138,7 @@ class Serializer:
         return self._written(state)[0]
 
     def load_state(self, data: bytes, cls: type[S], source: str) -> S:
-        """Read a state.
+        """Read a state. It has all the fields that the class has now, and no other: no default stands in for one.
 
         Args:
             data: what `dump_state` wrote.
@@ -149,9 +149,17 @@ class Serializer:
             SerializationError: it does not fit the class.
         """
         try:
-            return self._converter.structure(orjson.loads(data), cls)
+            form = orjson.loads(data)
+            state = self._converter.structure(form, cls)
+            fields = self._converter.unstructure(state).keys()
+            other = form.keys() ^ fields
         except Exception as error:
             raise SerializationError(f"{source} does not fit {cls.__name__}: {_reasons(error)}") from error
+        if other:
+            raise SerializationError(
+                f"{source} does not fit {cls.__name__}, which differs in {', '.join(sorted(other))}"
+            )
+        return state
 
     def _body(self, body: object) -> dict[str, object]:
         named = self._types.of(body)

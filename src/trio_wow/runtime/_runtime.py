@@ -338,9 +338,10 @@ class Runtime:
     async def _stop(self) -> None:
         prepared = [slot for slot in self._slots if slot.prepared]
         with self._graceful:
-            if self._served and not self._errors:
+            if not self._errors:
                 with self._quiet_scope:
-                    await self._admission.wait_quiet(self._quiet_period)
+                    # Before it serves, only catching up can hold leases, and nothing follows them from outside.
+                    await self._admission.wait_quiet(self._quiet_period if self._served else 0)
             self._admission.close()
             for slot in prepared:
                 self._guarded(slot.component.quiesce)
