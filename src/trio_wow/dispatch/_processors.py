@@ -2,7 +2,7 @@
 
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from inspect import isawaitable
 from typing import Any, Protocol, TypeVar
 
@@ -240,7 +240,7 @@ class ProcessorDispatcher(MessageDispatcher[M]):
 
     async def _catch_up(self, store: EventStore) -> None:
         context = self._prepared()
-        source = _StoreSource(store, self._progress, context, lambda: self._dropped)
+        source = _StoreSource(store, self._progress, context, self._count_dropped, self._advance)
         while True:
             await context.executor.dispatch(source, key=_aggregate_of, handler=self._handle_stored)
             await self._advance(store)
@@ -358,6 +358,9 @@ class ProcessorDispatcher(MessageDispatcher[M]):
                 await self._advance(store)
                 await trio.sleep(CHECKPOINT_INTERVAL)
 
+    def _count_dropped(self) -> int:
+        return self._dropped
+
     async def _advance(self, store: EventStore) -> None:
         try:
             await advance(store, self._progress)
@@ -377,13 +380,19 @@ class _StoreSource:
     """
 
     def __init__(
-        self, store: EventStore, progress: Sequence[Progress], context: RuntimeContext, dropped: Callable[[], int]
+        self,
+        store: EventStore,
+        progress: Sequence[Progress],
+        context: RuntimeContext,
+        dropped: Callable[[], int],
+        advance: Callable[[EventStore], Awaitable[None]],
     ) -> None:
         self._store = store
         self._progress = progress
         self._context = context
         self._count_dropped = dropped
-        self._position = min((each.position for each in progress), default=0)
+        self._advance = advance
+        self._position = 0
         self._page: Sequence[RecordedStream] = ()
         self.dropped = 0
 
@@ -391,6 +400,8 @@ class _StoreSource:
         """See `BatchSource`."""
         await self._wait_for_room()
         while not self._page:
+            await self._advance(self._store)  # with each page, also where nothing in it is wanted
+            self._position = max(self._position, min((each.position for each in self._progress), default=0))
             self.dropped = self._count_dropped()
             page = await self._store.read_all(self._position, PAGE)
             if not page or self._context.stop_requested.is_set():

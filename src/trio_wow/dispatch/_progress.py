@@ -111,7 +111,6 @@ class Progress:
 
 async def advance(store: EventStore, processors: Iterable[Progress]) -> None:
     """Move the checkpoints of processors over what they have handled, in the order of the store, and keep them."""
-    processors = list(processors)
     moving = list(processors)
     while moving:
         position = min(each.position for each in moving)
@@ -119,8 +118,7 @@ async def advance(store: EventStore, processors: Iterable[Progress]) -> None:
         for each in [each for each in moving if each.position == position]:
             if not (page and each.advance(page)):
                 moving.remove(each)
-    for each in processors:
-        await each.save()
+            await each.save()
 
 
 class CatchUp:
