@@ -247,8 +247,8 @@ class TestLoading:
             ({"data": b'{"id": "a", "total": 4}'}, "it does not fit Sum, which differs in parts"),
             ({"data": b'{"id": "a", "total": "?", "parts": []}'}, "it does not fit Sum"),
             (
-                {"data": b'{"id": "a", "total": 4, "parts": [], "more": 1}'},
-                "it does not fit Sum, which differs in more",
+                {"data": b'{"id": "a", "total": 4, "parts": [], "x": 1}'},
+                "it does not fit Sum, which differs in x",
             ),
             ({"data": b"[]"}, "it does not fit Sum"),
         ],
