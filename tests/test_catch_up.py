@@ -14,15 +14,18 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 
 from trio_wow import (
     App,
+    CommandGateway,
     CommandRejectedError,
     DomainEvent,
+    InMemoryCommandBus,
+    InMemoryDomainEventBus,
     InMemoryEventStore,
     event_processor,
     on_event,
     projection,
     saga,
 )
-from trio_wow.dispatch import _progress
+from trio_wow.dispatch import CommandDispatcher, _progress
 from trio_wow.domain import Domain
 from trio_wow.errors import (
     AdmissionClosedError,
@@ -176,7 +179,7 @@ class TestMemory:
         app = App(DOMAIN, [first, second, mails], store=store)
         app._catch_up.progress_of(
             second, "projection-dispatcher/Steps", [("chains", "chain")], in_memory=True, in_transaction=False
-        ).position = 1
+        ).handled(chain("a"), 1)
         held[1].set()
         await serve_until_caught_up(app)
         assert first.of == {"a": [1], "b": [1]}
@@ -297,9 +300,16 @@ class TestGaps:
     async def test_versions_that_are_not_remembered_are_asked_of_the_store(
         self, monkeypatch: pytest.MonkeyPatch, remembered: int, autojump_clock: MockClock
     ) -> None:
+        class Asked(InMemoryEventStore):
+            count = 0
+
+            async def version_at(self, aggregate_id: AggregateId, position: int) -> int:
+                self.count += 1
+                return await super().version_at(aggregate_id, position)
+
         monkeypatch.setattr(_progress, "SETTLED", remembered)
-        steps = Steps()
-        app = App(DOMAIN, [steps])
+        steps, store = Steps(), Asked(DOMAIN.serializer)
+        app = App(DOMAIN, [steps], store=store)
         async with app.serving(quick(app)) as gateway:
             for number in range(3):
                 for id in "abcde":
@@ -308,6 +318,7 @@ class TestGaps:
             for id in "abcde":  # published again
                 await gateway.send_and_wait(Step(id), request_id="1")
         assert steps.of == {id: [0, 1, 2] for id in "abcde"}
+        assert (store.count == 0) is (remembered > 5)
 
 
 class TestFailures:
@@ -568,6 +579,55 @@ class TestSagas:
         store.__class__ = Refusing
         await serve_until_caught_up(App(DOMAIN, [Answering(1)], store=store))
         assert store.checkpoints == {"saga-dispatcher/Answering": 1}
+
+    async def test_who_waits_for_a_command_that_is_let_go_at_the_end_of_the_runtime_is_told(
+        self, autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Else the saga would wait for its command, and the command dispatcher for the saga."""
+
+        class Gated(DurableStore):
+            appended, gate = trio.Event(), trio.Event()
+
+            async def append(self, stream: DomainEventStream) -> None:
+                await super().append(stream)
+                self.appended.set()
+                await self.gate.wait()
+
+        store = await filled(stepped("a", 1, 0))
+        store.__class__ = Gated
+        assert isinstance(store, Gated)
+        runtime = quick(App(DOMAIN, [Answering(1)], store=store))
+        start = trio.current_time()
+        with pytest.raises(ExceptionGroup) as caught:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(runtime.serve)
+                await store.appended.wait()
+                runtime._fail(OSError("disk"))
+                store.gate.set()
+        assert caught.group_contains(OSError, match="disk")
+        assert trio.current_time() == start
+        assert "Answering.stepped did not finish Stepped, version 1 of chains.chain/a" in caplog.text
+        assert store.checkpoints == {}
+
+    async def test_who_waits_for_a_command_that_never_reached_its_dispatcher_is_told(self) -> None:
+        commands, events = InMemoryCommandBus(), InMemoryDomainEventBus()
+        gateway = CommandGateway(DOMAIN, commands)
+        second = DOMAIN.command_message(Step("b"))
+
+        class Failing(InMemoryEventStore):
+            async def append(self, stream: DomainEventStream) -> None:
+                await commands.send(second)
+                raise SystemExit
+
+        store = Failing(DOMAIN.serializer)
+        dispatcher = CommandDispatcher(DOMAIN, commands, store, events, results=gateway.results)
+        runtime = Runtime([dispatcher, gateway], signals=False)
+        with pytest.raises(ExceptionGroup), trio.fail_after(5), gateway.results.expecting(second.id) as wait:
+            async with trio.open_nursery() as nursery:
+                await nursery.start(runtime.serve)
+                await gateway.send(Step("a"))
+                with pytest.raises(WaitAbandonedError):
+                    await wait.wait()
 
     async def test_who_waits_for_a_command_dispatcher_that_has_failed_is_told(self) -> None:
         class Failing(DurableStore):

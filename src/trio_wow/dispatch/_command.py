@@ -101,11 +101,6 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
         if self._results is not None:
             self._results.abandoned(message.id)
 
-    def ended(self) -> None:
-        """See `MessageDispatcher.ended`. By then whoever waits for a command has left, or the runtime fails."""
-        if self._results is not None:
-            self._results.abandon_all()
-
     async def _stored(self, message: CommandMessage) -> DomainEventStream | None:
         """Return what the command's request has led to before."""
         stream = await self._store.load_request(message.aggregate_id, message.request_id)

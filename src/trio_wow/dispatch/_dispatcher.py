@@ -57,9 +57,6 @@ class MessageDispatcher(ABC, Generic[M]):
     def unfinished(self, message: M, /) -> None:
         """Take note that a message was let go without having been finished. Plain, quick, and never raises."""
 
-    def ended(self) -> None:
-        """Take note that a receiver has ended, and messages in it may never be handled. As `unfinished`."""
-
     async def prepare(self, context: RuntimeContext, /) -> None:
         """See `RuntimeComponent.prepare`."""
         self._context = context
@@ -116,7 +113,6 @@ class MessageDispatcher(ABC, Generic[M]):
             )
         finally:
             receiver.abandon()
-            self.ended()
 
     def _discard(self, exchange: MessageExchange[M]) -> None:
         exchange.discard()

@@ -43,6 +43,7 @@ class Progress:
         self._store = store
         self._in_transaction = in_transaction
         self._saved = 0
+        self._forgotten = 0  # up to this position the store has to be asked
         self._ahead: dict[AggregateId, int] = {}
         self._settled: OrderedDict[AggregateId, int] = OrderedDict()
         self._done: dict[AggregateId, set[int]] = {}
@@ -55,7 +56,8 @@ class Progress:
         """Go on from where the store says that the processor was."""
         if self.checkpoints is not None:
             self._saved = await self.checkpoints.load_checkpoint(self.name)
-            self.position = max(self.position, self._saved)
+            if self._saved > self.position:
+                self.position = self._forgotten = self._saved
 
     async def save(self) -> None:
         """Keep the position in the store."""
@@ -71,7 +73,7 @@ class Progress:
             if version is not None:
                 self._settled.move_to_end(aggregate_id)
         if version is None:
-            version = await self._store.version_at(aggregate_id, self.position) if self.position else 0
+            version = await self._store.version_at(aggregate_id, self._forgotten) if self._forgotten else 0
             if self._in_transaction and self.checkpoints is not None:
                 in_rows = await self.checkpoints.load_version(self.name, aggregate_id)
                 if in_rows > version:
@@ -107,6 +109,7 @@ class Progress:
         self._settled[aggregate_id] = version
         if len(self._settled) > SETTLED:
             self._settled.popitem(last=False)
+            self._forgotten = self.position
 
 
 async def advance(store: EventStore, processors: Iterable[Progress]) -> None:

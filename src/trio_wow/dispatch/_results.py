@@ -70,8 +70,3 @@ class CommandResults:
         """Take note that a command has been let go unhandled, or half handled. Never raises."""
         if (wait := self._waits.get(command_id)) is not None:
             wait.end(None)
-
-    def abandon_all(self) -> None:
-        """Take note that no command will be handled any more. Never raises."""
-        for wait in self._waits.values():
-            wait.end(None)
