@@ -1,0 +1,5 @@
+"""Streams, snapshots and checkpoints in one SQLite file."""
+
+from trio_wow.adapters.sqlite._store import SqliteStore as SqliteStore
+
+__all__ = ["SqliteStore"]

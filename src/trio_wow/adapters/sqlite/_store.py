@@ -1,0 +1,295 @@
+"""The store."""
+
+import os
+import sqlite3
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import inf
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from trio_wow.adapters.sqlite._database import CommitError, Database
+from trio_wow.adapters.sqlite._lane import Lane
+from trio_wow.errors import AppendOutcomeUnknownError, DuplicateRequestIdError, VersionConflictError
+from trio_wow.eventsourcing import RecordedStream, Snapshot
+from trio_wow.messages import AggregateId, DomainEventStream, Serializer
+from trio_wow.runtime import RuntimeContext
+
+__all__ = ["SqliteStore"]
+
+_LAST = 2**63 - 1
+
+# All that an append needs when it succeeds: each call of SQLite gives the interpreter up and has to take it back.
+_APPEND = """
+INSERT INTO wow_streams (context, aggregate, id, version, request_id, data)
+SELECT ?1, ?2, ?3, ?4, ?5, ?6
+WHERE ?4 = 1 + coalesce((SELECT max(version) FROM wow_streams WHERE context = ?1 AND aggregate = ?2 AND id = ?3), 0)
+    AND NOT EXISTS (SELECT 1 FROM wow_streams WHERE context = ?1 AND aggregate = ?2 AND id = ?3 AND request_id = ?5)
+"""
+_WHERE = "WHERE context = ? AND aggregate = ? AND id = ?"
+_OF = f"FROM wow_streams {_WHERE}"
+
+
+class SqliteStore:
+    """Keeps streams, snapshots and checkpoints in one SQLite file: the store of one machine.
+
+    An `EventStore`, `SnapshotStore` and `CheckpointStore`; `load` and the like wait in threads, never on the event
+    loop. What it writes is in tables that begin with `wow_`; a program may have tables of its own in the same file.
+
+    The file is in WAL mode with `synchronous=FULL`: when `append` returns, the stream is on the disk and survives the
+    loss of power, as far as the disk keeps its own promises. While it is open there are two more files beside it
+    (`-wal`, `-shm`). It must be on a local disk: WAL does not work over a network. Several processes may use one file;
+    one writes at a time, the others wait for up to `busy_timeout`.
+
+    A runtime component too: a runtime that has it opens it when it starts and closes it when it stops. Used outside of
+    one, it opens when it is first used; then close it with `aclose` or `async with`. After closing it can be used
+    again.
+
+    Args:
+        path: the file; it is made if it does not exist, its folder is not.
+        serializer: the application's (`Domain.serializer`).
+        busy_timeout: seconds to wait for a lock that somebody else holds; positive and finite.
+
+    Raises:
+        ValueError: `busy_timeout` is out of its range, or `path` names no file.
+
+    All methods raise, before anything was written:
+        StoreFormatError: the file is no SQLite database, or is damaged.
+        StoreVersionError: a newer version of this package has written it.
+        StoreReadOnlyError: the file or its folder cannot be written.
+        StoreLockedError: somebody else held the lock longer than `busy_timeout`. Worth another try.
+        StoreFullError: the disk is full.
+        StoreError: the disk, or SQLite, reports something else.
+    """
+
+    name = "sqlite-store"
+
+    def __init__(self, path: str | os.PathLike[str], serializer: Serializer, *, busy_timeout: float = 5.0) -> None:
+        if not 0 < busy_timeout < inf:
+            raise ValueError(f"busy_timeout must be a positive number of seconds, not {busy_timeout!r}")
+        name = os.fspath(path)
+        if not name or name == ":memory:" or "\0" in name:
+            raise ValueError(f"path must name a file, not {name!r}; for a store in memory use InMemoryEventStore")
+        self.path = Path(name)
+        self._serializer = serializer
+        # Reads do not wait for writes: in WAL mode a second connection sees what is committed.
+        self._writer = Database(self.path, busy_timeout, writes=True)
+        self._reader = Database(self.path, busy_timeout, writes=False)
+        self._writes = Lane()
+        self._reads = Lane()
+
+    def __repr__(self) -> str:
+        return f"<SqliteStore {str(self.path)!r}>"
+
+    async def open(self) -> None:
+        """Open the file now, rather than when it is first used."""
+        await self._writes.run(self._writer.open)
+        await self._reads.run(self._reader.open)
+
+    async def aclose(self) -> None:
+        """Close the file once what was asked for before is done. Idempotent; a later use opens it again.
+
+        Cancellation: it may still be open.
+        """
+        await self._reads.run(self._reader.close)
+        await self._writes.run(self._writer.close)
+
+    async def __aenter__(self) -> Self:
+        await self.open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def append(self, stream: DomainEventStream) -> None:
+        """See `EventStore.append`."""
+        row = (*_key(stream.aggregate_id), stream.version, stream.request_id, self._serializer.dump_stream(stream))
+        await self._writes.run(partial(self._append, stream, row))
+
+    async def load(
+        self, aggregate_id: AggregateId, *, after: int = 0, until: int | None = None
+    ) -> Sequence[DomainEventStream]:
+        """See `EventStore.load`."""
+        query = f"SELECT version, data {_OF} AND version > ? AND version <= ? ORDER BY version"
+        rows = await self._fetch(query, (*_key(aggregate_id), after, _LAST if until is None else until))
+        return [self._read(aggregate_id, version, data) for version, data in rows]
+
+    async def load_request(self, aggregate_id: AggregateId, request_id: str) -> DomainEventStream | None:
+        """See `EventStore.load_request`."""
+        rows = await self._fetch(f"SELECT version, data {_OF} AND request_id = ?", (*_key(aggregate_id), request_id))
+        for version, data in rows:
+            return self._read(aggregate_id, version, data)
+        return None
+
+    async def read_all(self, after: int, limit: int) -> Sequence[RecordedStream]:
+        """See `EventStore.read_all`."""
+        rows = await self._fetch(
+            "SELECT position, context, aggregate, id, version, data FROM wow_streams "
+            "WHERE position > ? ORDER BY position LIMIT ?",
+            (after, limit),
+        )
+        return [self._recorded(*row) for row in rows]
+
+    async def version_at(self, aggregate_id: AggregateId, position: int) -> int:
+        """See `EventStore.version_at`."""
+        query = f"SELECT version {_OF} AND position <= ? ORDER BY version DESC LIMIT 1"
+        for (version,) in await self._fetch(query, (*_key(aggregate_id), position)):
+            return int(version)
+        return 0
+
+    async def save_snapshot(self, snapshot: Snapshot) -> None:
+        """See `SnapshotStore.save_snapshot`."""
+        await self._execute(
+            "INSERT INTO wow_snapshots (context, aggregate, id, version, stream_id, revision, data) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (context, aggregate, id) DO UPDATE "
+            "SET version = excluded.version, stream_id = excluded.stream_id, revision = excluded.revision, "
+            "data = excluded.data WHERE excluded.version > version",
+            (*_key(snapshot.aggregate_id), snapshot.version, snapshot.stream_id, snapshot.revision, snapshot.data),
+        )
+
+    async def load_snapshot(self, aggregate_id: AggregateId) -> Snapshot | None:
+        """See `SnapshotStore.load_snapshot`."""
+        query = f"SELECT version, stream_id, revision, data FROM wow_snapshots {_WHERE}"  # noqa: S608
+        for row in await self._fetch(query, _key(aggregate_id)):
+            return Snapshot(aggregate_id, *row)
+        return None
+
+    async def discard_snapshot(self, snapshot: Snapshot) -> None:
+        """See `SnapshotStore.discard_snapshot`."""
+        await self._execute(
+            f"DELETE FROM wow_snapshots {_WHERE} AND version = ? AND stream_id = ?",  # noqa: S608
+            (*_key(snapshot.aggregate_id), snapshot.version, snapshot.stream_id),
+        )
+
+    async def load_checkpoint(self, processor: str) -> int:
+        """See `CheckpointStore.load_checkpoint`."""
+        for (position,) in await self._fetch("SELECT position FROM wow_checkpoints WHERE processor = ?", (processor,)):
+            return int(position)
+        return 0
+
+    async def save_checkpoint(self, processor: str, position: int) -> None:
+        """See `CheckpointStore.save_checkpoint`."""
+        await self._execute(_CHECKPOINT, (processor, position))
+
+    async def load_version(self, processor: str, aggregate_id: AggregateId) -> int:
+        """See `CheckpointStore.load_version`."""
+        for (version,) in await self._fetch(_VERSION, (processor, *_key(aggregate_id))):
+            return int(version)
+        return 0
+
+    async def handle_once(
+        self,
+        processor: str,
+        aggregate_id: AggregateId,
+        version: int,
+        position: int,
+        work: Callable[[sqlite3.Connection], object],
+    ) -> bool:
+        """See `CheckpointStore.handle_once`. The transaction is a `sqlite3.Connection`."""
+        return await self._writes.run(
+            partial(self._handle_once, processor, _key(aggregate_id), version, position, work)
+        )
+
+    async def prepare(self, context: RuntimeContext, /) -> None:  # noqa: ARG002 - needs nothing of the runtime
+        """See `RuntimeComponent.prepare`. Opens the file."""
+        await self.open()
+
+    def start(self) -> None:
+        """See `RuntimeComponent.start`."""
+
+    def quiesce(self) -> None:
+        """See `RuntimeComponent.quiesce`. The components that use it stop before it does."""
+
+    async def stop(self) -> None:
+        """See `RuntimeComponent.stop`. Closes the file."""
+        await self.aclose()
+
+    def force_stop(self) -> None:
+        """See `RuntimeComponent.force_stop`. What a thread has begun is finished; the file stays open."""
+
+    def _append(self, stream: DomainEventStream, row: tuple[Any, ...]) -> None:
+        aggregate_id = stream.aggregate_id
+        try:
+            with self._writer.writing() as connection, self._writer.translating():
+                if connection.execute(_APPEND, row).rowcount == 1:
+                    return
+                key = _key(aggregate_id)
+                stored = connection.execute(
+                    f"SELECT version {_OF} AND request_id = ?", (*key, stream.request_id)
+                ).fetchone()
+                if stored is not None:
+                    raise DuplicateRequestIdError(aggregate_id, stream.request_id, stored[0])
+                (last,) = connection.execute(f"SELECT coalesce(max(version), 0) {_OF}", key).fetchone()
+                raise VersionConflictError(aggregate_id, stream.version - 1, last)
+        except CommitError as error:
+            raise AppendOutcomeUnknownError(aggregate_id, stream.version) from error
+
+    def _handle_once(
+        self,
+        processor: str,
+        key: tuple[str, str, str],
+        version: int,
+        position: int,
+        work: Callable[[sqlite3.Connection], object],
+    ) -> bool:
+        with self._writer.writing() as connection:
+            with self._writer.translating():
+                handled = connection.execute(_VERSION, (processor, *key)).fetchone()
+                if handled is not None and handled[0] >= version:
+                    return False
+                connection.execute(
+                    "INSERT INTO wow_versions (processor, context, aggregate, id, version) VALUES (?, ?, ?, ?, ?) "
+                    "ON CONFLICT (processor, context, aggregate, id) DO UPDATE SET version = excluded.version",
+                    (processor, *key, version),
+                )
+                if position:
+                    connection.execute(_CHECKPOINT, (processor, position))
+            row_factory, text_factory = connection.row_factory, connection.text_factory
+            connection.set_authorizer(_leaves_the_transaction_alone)
+            try:
+                work(connection)
+            finally:
+                connection.set_authorizer(None)
+                connection.row_factory, connection.text_factory = row_factory, text_factory
+        return True
+
+    async def _fetch(self, query: str, parameters: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+        def fetch() -> list[tuple[Any, ...]]:
+            with self._reader.reading() as connection:
+                return connection.execute(query, parameters).fetchall()
+
+        return await self._reads.run(fetch)
+
+    async def _execute(self, statement: str, parameters: tuple[Any, ...]) -> None:
+        def execute() -> None:
+            with self._writer.writing() as connection, self._writer.translating():
+                connection.execute(statement, parameters)
+
+        await self._writes.run(execute)
+
+    def _recorded(
+        self, position: int, context: str, aggregate: str, id: str, version: int, data: bytes
+    ) -> RecordedStream:
+        aggregate_id = AggregateId(context, aggregate, id)
+        return RecordedStream(position, aggregate_id, version, partial(self._read, aggregate_id, version, data))
+
+    def _read(self, aggregate_id: AggregateId, version: int, data: bytes) -> DomainEventStream:
+        return self._serializer.load_stream(data, f"version {version} of {aggregate_id} in {self.path}")
+
+
+_CHECKPOINT = (
+    "INSERT INTO wow_checkpoints (processor, position) VALUES (?, ?) "
+    "ON CONFLICT (processor) DO UPDATE SET position = excluded.position WHERE excluded.position > position"
+)
+_VERSION = "SELECT version FROM wow_versions WHERE processor = ? AND context = ? AND aggregate = ? AND id = ?"
+
+
+def _key(aggregate_id: AggregateId) -> tuple[str, str, str]:
+    return (aggregate_id.context, aggregate_id.aggregate, aggregate_id.id)
+
+
+def _leaves_the_transaction_alone(action: int, *_: object) -> int:
+    return sqlite3.SQLITE_DENY if action == sqlite3.SQLITE_TRANSACTION else sqlite3.SQLITE_OK
