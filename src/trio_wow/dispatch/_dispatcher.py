@@ -1,8 +1,7 @@
 """What all dispatchers have in common: receivers, leases, mailboxes, the component's life."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Generic, Protocol, TypeVar
 
 import trio
@@ -125,25 +124,23 @@ class MessageDispatcher(ABC, Generic[M]):
         finished = False
         try:
             if lease is not None:  # else admission has closed: not handled, not acknowledged
-                with lease, self._reporting(exchange.message.aggregate_id):
+                with lease:
                     finished = await self.handle(exchange.message)
                     if finished:
                         await exchange.acknowledge()
+        except BaseException as error:
+            self._report(error, exchange.message.aggregate_id)
+            raise
         finally:
             if not finished:
                 self.unfinished(exchange.message)
 
-    @contextmanager
-    def _reporting(self, aggregate_id: AggregateId) -> Iterator[None]:
-        try:
-            yield
-        except BaseException as error:
-            _, failure = split_cancelled(error)
-            if failure is not None:
-                failure.add_note(f"while {self.name} handled a message for {aggregate_id}")
-                # Now, not when the other handlers have left: until then messages would go to a dead dispatcher.
-                self._prepared().report_failure(failure)
-            raise
+    def _report(self, error: BaseException, aggregate_id: AggregateId) -> None:
+        """Tell the runtime now, not when the other handlers have left: until then messages would go to the dead."""
+        _, failure = split_cancelled(error)
+        if failure is not None:
+            failure.add_note(f"while {self.name} handled a message for {aggregate_id}")
+            self._prepared().report_failure(failure)
 
     def _is_ending(self) -> bool:
         """Whether the runtime is ending after a failure, so that what is sent or published now may reach nobody."""

@@ -255,9 +255,12 @@ class ProcessorDispatcher(MessageDispatcher[M]):
         lease = self._prepared().try_acquire(f"stored stream for {self.name}")
         if lease is None:
             return
-        with lease:
-            with self._reporting(record.aggregate_id):
+        try:
+            with lease:
                 await self._offer(record)
+        except BaseException as error:
+            self._report(error, record.aggregate_id)
+            raise
 
     async def _offer(self, record: RecordedStream) -> None:
         message: M | None = None

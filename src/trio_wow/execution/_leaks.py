@@ -1,8 +1,7 @@
 """Finding cancel scopes that a function left open."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from math import inf
+from types import TracebackType
 
 import trio
 
@@ -11,8 +10,7 @@ from trio_wow.errors import CancelScopeLeakError
 __all__ = ["no_leaked_scope"]
 
 
-@contextmanager
-def no_leaked_scope(function: str, key: object) -> Iterator[None]:
+class no_leaked_scope:  # noqa: N801 - used like a function
     """Run user code, and leave the task as it was before: a cancel scope that the code left open is closed.
 
     Args:
@@ -23,21 +21,25 @@ def no_leaked_scope(function: str, key: object) -> Iterator[None]:
         CancelScopeLeakError: it left one open; the `Exception` it raised, if any, is the cause.
         BaseException: what it raised. What is no `Exception` outweighs a leak, which becomes a note on it.
     """
-    raised: BaseException | None = None
-    try:
-        with trio.CancelScope():
-            try:
-                yield
-            except BaseException as error:
-                raised = error
-    except RuntimeError:  # Trio's complaint about a scope that is not the innermost one, which it has closed
-        leak = CancelScopeLeakError(function, key)
-        by_the_leak = isinstance(raised, trio.Cancelled) and trio.current_effective_deadline() > -inf
-        if raised is None or isinstance(raised, Exception) or by_the_leak:
-            raise leak from raised
-        raised.add_note(str(leak))
-    if raised is not None:
+
+    __slots__ = ("_function", "_key", "_scope")
+
+    def __init__(self, function: str, key: object) -> None:
+        self._function = function
+        self._key = key
+        self._scope = trio.CancelScope()
+
+    def __enter__(self) -> None:
+        self._scope.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         try:
-            raise raised
-        finally:
-            del raised  # it refers to this frame
+            self._scope.__exit__(None, None, None)  # what was raised passes by: this scope is never cancelled
+        except RuntimeError:  # Trio's complaint about a scope that is not the innermost one, which it has closed
+            leak = CancelScopeLeakError(self._function, self._key)
+            by_the_leak = isinstance(error, trio.Cancelled) and trio.current_effective_deadline() > -inf
+            if error is None or isinstance(error, Exception) or by_the_leak:
+                raise leak from error
+            error.add_note(str(leak))

@@ -10,7 +10,7 @@ __all__ = ["Lane"]
 
 T = TypeVar("T")
 
-BATCH = 32
+BATCH = 64
 """Jobs of one thread call. A hop costs about as much as a small write, so under load it is shared."""
 
 
