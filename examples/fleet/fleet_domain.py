@@ -1,4 +1,4 @@
-"""The fleet's domain: aircraft that log flights, work orders for the checks that fall due, and two projections."""
+"""The fleet's domain: aircraft that log flights, work orders for the checks that fall due, and three projections."""
 
 from collections import Counter
 
@@ -7,10 +7,12 @@ from attrs import define, frozen
 from trio_wow import (
     CommandRejectedError,
     DomainEvent,
+    StateEvent,
     aggregate,
     on_command,
     on_event,
     on_sourcing,
+    on_state_event,
     projection,
     saga,
 )
@@ -82,7 +84,7 @@ def work_order_id(aircraft: str, number: int) -> str:
     return f"{aircraft}-{number}"
 
 
-@aggregate(context="fleet")
+@aggregate(context="fleet", snapshot_every=20)
 @define
 class Aircraft:
     """An aircraft; its ID is the tail number."""
@@ -179,3 +181,16 @@ class DeparturesByAirport:
     def flight_logged(self, event: FlightLogged) -> None:
         """Count."""
         self.departures[event.origin] += 1
+
+
+@projection
+class MinutesByAircraft:
+    """Minutes in the air of each aircraft, from its state."""
+
+    def __init__(self) -> None:
+        self.minutes: Counter[str] = Counter()
+
+    @on_state_event
+    def aircraft(self, event: StateEvent[Aircraft]) -> None:
+        """Take over the total."""
+        self.minutes[event.aggregate_id.id] = event.state.minutes

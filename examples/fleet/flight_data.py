@@ -1,17 +1,30 @@
-"""Reads a file of flights, and judges each row: a flight that can be logged, or rejected for a reason."""
+"""Reads a file of flights row by row, and judges each: a flight that can be logged, or rejected for a reason."""
 
 import csv
 import enum
 import gzip
 import re
+import sqlite3
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing
 from datetime import date
 from pathlib import Path
 
-from attrs import frozen
+from attrs import define, field, frozen
 
-__all__ = ["COLUMNS", "Flight", "FlightDataError", "FlightFile", "Reason", "RejectedRow", "read_flights"]
+__all__ = [
+    "COLUMNS",
+    "Flight",
+    "FlightDataError",
+    "FlightSurvey",
+    "Reason",
+    "RejectedRow",
+    "read_flights",
+    "read_rows",
+    "survey_flights",
+]
 
 YEAR = 2013
 """The files have no column for it."""
@@ -94,34 +107,80 @@ class RejectedRow:
     reason: Reason
 
 
-@frozen
-class FlightFile:
-    """The rows of one file, in order."""
+@define
+class FlightSurvey:
+    """What is in a file, counted."""
 
-    flights: Sequence[Flight]
-    rejected: Sequence[RejectedRow]
+    flights: int = 0
+    aircraft: set[str] = field(factory=set)
+    rejected: Counter[Reason] = field(factory=Counter)
+
+    @property
+    def rows(self) -> int:
+        """All rows."""
+        return self.flights + self.rejected.total()
 
 
-def read_flights(path: Path) -> FlightFile:
-    """Read a whole gzip-compressed CSV file.
+def survey_flights(path: Path) -> FlightSurvey:
+    """Read a whole file, check each row, and count.
+
+    Raises:
+        FlightDataError: as for `read_rows`.
+    """
+    survey = FlightSurvey()
+    for row in read_rows(path):
+        if isinstance(row, Flight):
+            survey.flights += 1
+            survey.aircraft.add(row.tail)
+        else:
+            survey.rejected[row.reason] += 1
+    return survey
+
+
+def read_flights(path: Path) -> Generator[Flight, None, None]:
+    """Yield the flights of a file, in order.
+
+    Raises:
+        FlightDataError: as for `read_rows`.
+    """
+    return (row for row in read_rows(path) if isinstance(row, Flight))
+
+
+def read_rows(path: Path) -> Generator[Flight | RejectedRow, None, None]:
+    """Yield the rows of a gzip-compressed CSV file, in order. None is kept, however long the file is.
 
     Raises:
         FlightDataError: it cannot be read, is cut off, or is no such file.
     """
-    flights: list[Flight] = []
-    rejected: list[RejectedRow] = []
-    seen: set[tuple[str, str]] = set()
-    for line, row in _rows(path):
-        request_id = _request_id(row)
-        reason = _reason(row)
-        if reason is None and (row["tailnum"], request_id) in seen:
-            reason = Reason.REPEATED
-        if reason is not None:
-            rejected.append(RejectedRow(line, ",".join(row.values()), reason))
-            continue
-        seen.add((row["tailnum"], request_id))
-        flights.append(Flight(line, row["tailnum"], row["carrier"], row["origin"], int(row["air_time"]), request_id))
-    return FlightFile(flights, rejected)
+    with closing(_Seen()) as seen:
+        for line, row in _rows(path):
+            request_id = _request_id(row)
+            reason = _reason(row)
+            if reason is None and not seen.add(row["tailnum"], request_id):
+                reason = Reason.REPEATED
+            if reason is None:
+                minutes = int(row["air_time"])
+                yield Flight(line, row["tailnum"], row["carrier"], row["origin"], minutes, request_id)
+            else:
+                yield RejectedRow(line, ",".join(row.values()), reason)
+
+
+class _Seen:
+    """A set of flights on the disk, in a file without a name that ends with it."""
+
+    def __init__(self) -> None:
+        self._connection = sqlite3.connect("", isolation_level=None)
+        self._connection.execute("PRAGMA journal_mode = OFF")
+        self._connection.execute("CREATE TABLE seen (tail TEXT, request_id TEXT, PRIMARY KEY (tail, request_id))")
+
+    def add(self, tail: str, request_id: str) -> bool:
+        """Add a flight, and say whether it is new."""
+        added = self._connection.execute("INSERT OR IGNORE INTO seen VALUES (?, ?)", (tail, request_id))
+        return added.rowcount == 1
+
+    def close(self) -> None:
+        """Forget them."""
+        self._connection.close()
 
 
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, str]]]:

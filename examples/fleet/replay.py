@@ -6,7 +6,9 @@ import os
 import signal
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, closing, nullcontext
+from itertools import islice
 from math import inf
 from pathlib import Path
 from time import perf_counter
@@ -14,23 +16,39 @@ from time import perf_counter
 import trio
 from attrs import frozen
 
-from fleet_check import differences
+from fleet_check import DETAILED, FleetCheck, FlightList
 from fleet_domain import (
     CHECK_INTERVAL,
     Aircraft,
     DeparturesByAirport,
-    FlightLogged,
     LogFlight,
     Maintenance,
+    MinutesByAircraft,
     MinutesByCarrier,
     WorkOrder,
-    WorkOrderOpened,
 )
-from flight_data import Flight, FlightDataError, FlightFile, Reason, read_flights
-from trio_wow import App, CommandGateway, KeyedExecutor, Runtime
-from trio_wow.errors import AdmissionClosedError, ShutdownDeadlineError, WaitAbandonedError
+from flight_data import (
+    Flight,
+    FlightDataError,
+    FlightSurvey,
+    Reason,
+    RejectedRow,
+    read_flights,
+    read_rows,
+    survey_flights,
+)
+from trio_wow import App, CommandGateway, Domain, InMemoryEventStore, KeyedExecutor, Runtime
+from trio_wow.adapters.sqlite import SqliteStore
+from trio_wow.errors import (
+    AdmissionClosedError,
+    DuplicateRequestIdError,
+    RuntimeStateError,
+    ShutdownDeadlineError,
+    StoreError,
+    WaitAbandonedError,
+)
 from trio_wow.eventsourcing import EventStore
-from trio_wow.messages import CommandError, DomainEventStream
+from trio_wow.messages import CommandError, DomainEventStream, Serializer
 from trio_wow.runtime import RuntimeState
 
 try:
@@ -51,26 +69,31 @@ COMPLETE, DIFFERENT, UNUSABLE, INTERRUPTED = 0, 1, 2, 130
 class Feed:
     """Sends flights to a gateway: those of one aircraft one after the other, in order; those of different ones at once.
 
-    A `BatchSource`: the executor asks for more as flights are done, so no more than its window is ever waiting.
+    A `BatchSource`: the executor asks for more as flights are done, so no more than its window is ever held.
 
     Attributes:
         logged: flights whose command succeeded.
-        refused: flights whose command failed, and why.
+        repeated: flights that were logged already, by an earlier run.
+        refused: how many flights were refused.
+        refusals: the first of them, and why.
         interrupted: whether a flight was not taken any more, because the runtime's stop had been requested.
+        trouble: why the store could not be used; flights that come after it are not sent.
     """
 
-    def __init__(self, gateway: CommandGateway, flights: Sequence[Flight]) -> None:
-        self.flights = flights
+    def __init__(self, gateway: CommandGateway, flights: Iterator[Flight]) -> None:
         self.logged = 0
-        self.refused: list[tuple[Flight, CommandError]] = []
+        self.repeated = 0
+        self.refused = 0
+        self.refusals: list[tuple[Flight, CommandError]] = []
         self.interrupted = False
+        self.trouble: CommandError | None = None
         self._gateway = gateway
-        self._taken = 0
+        self._flights = flights
 
     @property
     def done(self) -> int:
         """Flights that have their result."""
-        return self.logged + len(self.refused)
+        return self.logged + self.repeated + self.refused
 
     async def run(self) -> None:
         """Send them all, or all until the runtime takes no more."""
@@ -80,10 +103,9 @@ class Feed:
     async def receive_batch(self, limit: int, /) -> Sequence[Flight]:
         """See `BatchSource`."""
         await trio.lowlevel.checkpoint()
-        batch = () if self.interrupted else self.flights[self._taken : self._taken + limit]
+        batch = [] if self.interrupted or self.trouble else list(islice(self._flights, limit))
         if not batch:
             raise trio.EndOfChannel
-        self._taken += len(batch)
         return batch
 
     async def _log(self, flight: Flight) -> None:
@@ -93,10 +115,26 @@ class Feed:
         except (AdmissionClosedError, WaitAbandonedError):
             self.interrupted = True
             return
-        if result.error is None:
+        error = result.error
+        if error is None:
             self.logged += 1
+        elif error.code == DuplicateRequestIdError.__name__:
+            self.repeated += 1
+        elif error.undecided:
+            self.trouble = error
         else:
-            self.refused.append((flight, result.error))
+            self.refused += 1
+            if len(self.refusals) < SHOWN:
+                self.refusals.append((flight, error))
+
+
+class Views:
+    """What the replay shows at its end."""
+
+    def __init__(self) -> None:
+        self.carriers = MinutesByCarrier()
+        self.airports = DeparturesByAirport()
+        self.aircraft = MinutesByAircraft()
 
 
 @frozen
@@ -104,60 +142,86 @@ class Outcome:
     """How a replay ended.
 
     Attributes:
-        streams: what the store holds.
-        refused: see `Feed`.
+        feed: what became of the flights.
+        views: the projections.
+        check: knows the whole file and the whole store if the replay is complete, else the store alone.
+        differences: between file and record; none if the replay is not complete.
         interrupted: whether it was stopped before every flight had its result.
         forced: whether the stop was forced, so that accepted commands may be unfinished.
-        seconds: from the first command until the runtime had stopped.
+        seconds: from the start of the runtime until it had stopped.
     """
 
-    streams: Sequence[DomainEventStream]
-    refused: Sequence[tuple[Flight, CommandError]]
+    feed: Feed
+    views: Views
+    check: FleetCheck
+    differences: Sequence[str]
     interrupted: bool
     forced: bool
     seconds: float
 
-    def count(self, event: type) -> int:
-        """Return how many stored events are of this class."""
-        return sum(type(body) is event for stream in self.streams for body in stream.events)
+
+async def replay(path: Path, total: int, store_path: Path | None, console: Console) -> Outcome:
+    """Serve the application, feed it the flights of a file, stop it in order, and read its store."""
+    domain = Domain([Aircraft, WorkOrder])
+    views = Views()
+    async with open_store(store_path, domain.serializer) as store:
+        app = App(domain, [views.carriers, views.airports, views.aircraft, Maintenance()], store=store)
+        # No quiet period: what an operation causes takes its lease first, so when none is held nothing is to come.
+        runtime = app.runtime(shutdown_quiet_period=0)
+        forced = stopped_early = False
+        started = perf_counter()
+        with closing(read_flights(path)) as flights:
+            feed = Feed(app.gateway, flights)
+            try:
+                async with app.serving(runtime), trio.open_nursery() as nursery:
+                    nursery.start_soon(show_progress, feed, total, runtime, console)
+                    await feed.run()
+                    nursery.cancel_scope.cancel()
+            except BaseExceptionGroup as group:
+                if group.split((ShutdownDeadlineError, RuntimeStateError))[1] is not None:
+                    raise
+                forced = group.split(ShutdownDeadlineError)[0] is not None
+                stopped_early = not forced
+        seconds = perf_counter() - started
+        interrupted = forced or stopped_early or feed.interrupted
+        if interrupted:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the summary is left to do
+        check = FleetCheck()
+        async for stream in read_all(store):
+            check.record(stream)
+        found = [] if interrupted or feed.trouble else await compare(path, store, check, views)
+        return Outcome(feed, views, check, found, interrupted, forced, seconds)
 
 
-async def replay(app: App, flights: Sequence[Flight], console: Console) -> Outcome:
-    """Serve the application, feed it the flights, stop it in order, and read its store."""
-    # No quiet period: what an operation causes takes its lease first, so when none is held nothing is to come.
-    runtime = app.runtime(shutdown_quiet_period=0)
-    feed = Feed(app.gateway, flights)
-    forced = False
-    started = perf_counter()
-    try:
-        async with app.serving(runtime), trio.open_nursery() as nursery:
-            nursery.start_soon(show_progress, feed, runtime, console)
-            await feed.run()
-            nursery.cancel_scope.cancel()
-    except BaseExceptionGroup as group:
-        if group.split(ShutdownDeadlineError)[1] is not None:
-            raise
-        forced = True
-    seconds = perf_counter() - started
-    interrupted = forced or feed.interrupted
-    if interrupted:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the summary is left to do
-    return Outcome(await read_all(app.store), feed.refused, interrupted, forced, seconds)
+def open_store(path: Path | None, serializer: Serializer) -> AbstractAsyncContextManager[EventStore]:
+    """Return the store in a file, or one in memory."""
+    return nullcontext(InMemoryEventStore(serializer)) if path is None else SqliteStore(path, serializer)
 
 
-async def read_all(store: EventStore) -> Sequence[DomainEventStream]:
-    """Read every stream of a store, page by page."""
-    streams: list[DomainEventStream] = []
+async def compare(path: Path, store: EventStore, check: FleetCheck, views: Views) -> list[str]:
+    """Compare the file with what is recorded."""
+    for flight in read_flights(path):
+        check.expect(flight)
+    details = FlightList(check.suspects()[:DETAILED])
+    if details.tails:
+        for flight in read_flights(path):
+            details.expect(flight)
+        async for stream in read_all(store):
+            details.record(stream)
+    return check.differences(views.carriers.minutes, views.airports.departures, views.aircraft.minutes, details)
+
+
+async def read_all(store: EventStore) -> AsyncIterator[DomainEventStream]:
+    """Yield every stream of a store, in order."""
     position = 0
     while page := await store.read_all(position, PAGE):
-        streams += [recorded.stream for recorded in page]
+        for recorded in page:
+            yield recorded.stream
         position = page[-1].position
-    return streams
 
 
-async def show_progress(feed: Feed, runtime: Runtime, console: Console) -> None:
+async def show_progress(feed: Feed, total: int, runtime: Runtime, console: Console) -> None:
     """Show how far a feed has come, until cancelled: a bar on a terminal, else a line for each tenth."""
-    total = len(feed.flights)
     started = perf_counter()
     tenths = 0
     stopping = False
@@ -187,55 +251,66 @@ async def show_progress(feed: Feed, runtime: Runtime, console: Console) -> None:
             progress.update(bar, completed=feed.done)
 
 
-def run(path: Path, *, show_rejected: bool) -> int:
+def run(path: Path, store_path: Path | None, *, show_rejected: bool) -> int:
     """Read, replay, report, check. Returns the exit code."""
     try:
-        file = read_flights(path)
+        survey = survey_flights(path)
     except FlightDataError as error:
-        print(f"replay: {error}", file=sys.stderr)
+        complain(str(error))
         return UNUSABLE
-    for row in file.rejected if show_rejected else ():
-        say(f"rejected, line {row.line}: {row.reason.value}: {row.text}")
-    flights = file.flights
-    say(f"{path.name}: {len(flights) + len(file.rejected):,} rows, {len(flights):,} accepted")
-    say(f"replaying {len(flights):,} flights of {len({flight.tail for flight in flights}):,} aircraft")
+    if show_rejected:
+        for row in read_rows(path):
+            if isinstance(row, RejectedRow):
+                say(f"rejected, line {row.line}: {row.reason.value}: {row.text}")
+    say(f"{path.name}: {survey.rows:,} rows, {survey.flights:,} accepted")
+    say(f"replaying {survey.flights:,} flights of {len(survey.aircraft):,} aircraft")
     console = Console(highlight=False)
-    minutes, departures = MinutesByCarrier(), DeparturesByAirport()
-    app = App([Aircraft, WorkOrder], [minutes, departures, Maintenance()])
-    outcome = trio.run(replay, app, flights, console)
+    outcome = trio.run(replay, path, survey.flights, store_path, console)
+    logged, orders = outcome.check.flights, outcome.check.work_orders
+    done = f"{logged:,} of {survey.flights:,} flights logged, {orders:,} work orders opened"
+    if trouble := outcome.feed.trouble:
+        complain(f"{trouble.text}; {done}; run the same command again to finish")
+        return UNUSABLE
     if outcome.interrupted:
-        say(
-            f"{'forced to stop' if outcome.forced else 'interrupted'}: {outcome.count(FlightLogged):,} of "
-            f"{len(flights):,} flights logged, {outcome.count(WorkOrderOpened):,} work orders opened; "
-            "the store is in memory, so nothing is stored yet: run it again"
-        )
+        rest = "the store is in memory, so nothing is stored yet: run it again"
+        if store_path is not None:
+            rest = "run the same command again to finish"
+        say(f"{'forced to stop' if outcome.forced else 'interrupted'}: {done}; {rest}")
         return INTERRUPTED
-    report(file, outcome, minutes.minutes, departures.departures, console)
-    found = differences(flights, outcome.streams, minutes.minutes, departures.departures)
-    say(f"check: {len(found):,} differences between the file and what was recorded")
-    say_some(found)
-    return DIFFERENT if found else COMPLETE
+    report(survey, outcome, console)
+    say(f"check: {len(outcome.differences):,} differences between the file and what was recorded")
+    say_some(outcome.differences)
+    return DIFFERENT if outcome.differences else COMPLETE
 
 
-def report(
-    file: FlightFile, outcome: Outcome, minutes: Counter[str], departures: Counter[str], console: Console
-) -> None:
+def report(survey: FlightSurvey, outcome: Outcome, console: Console) -> None:
     """Print what came of a complete replay."""
-    reasons = Counter(row.reason for row in file.rejected)
-    orders = outcome.count(WorkOrderOpened)
-    # Each flight is a command; each work order two, one to open it and one to schedule its check.
-    commands = len(file.flights) + 2 * orders
-    hours = [(carrier, f"{total / 60:,.1f}") for carrier, total in minutes.most_common()]
-    print_table(console, "Carriers by hours flown", ("carrier", "hours"), hours)
-    counted = [(airport, f"{count:,}") for airport, count in departures.most_common()]
+    feed, views, orders = outcome.feed, outcome.views, outcome.check.work_orders
+    print_table(console, "Carriers by hours flown", ("carrier", "hours"), in_hours(views.carriers.minutes))
+    counted = [(airport, f"{count:,}") for airport, count in views.airports.departures.most_common()]
     print_table(console, "Departures by airport", ("airport", "departures"), counted)
-    rejected = [(reason.value, f"{reasons[reason]:,}") for reason in Reason]
-    print_table(console, "Rejected rows", ("reason", "rows"), [*rejected, ("in all", f"{len(file.rejected):,}")])
+    print_table(console, "Ten busiest aircraft", ("aircraft", "hours"), in_hours(views.aircraft.minutes)[:10])
+    rejected = [(reason.value, f"{survey.rejected[reason]:,}") for reason in Reason]
+    print_table(console, "Rejected rows", ("reason", "rows"), [*rejected, ("in all", f"{survey.rejected.total():,}")])
     say(f"work orders opened: {orders:,}")
-    say(f"commands: {commands:,} in {outcome.seconds:.1f} s, {commands / outcome.seconds:,.0f} commands a second")
-    if outcome.refused:
-        say(f"flights that the aircraft refused: {len(outcome.refused):,}")
-        say_some([f"line {flight.line}: {error.code}: {error.text}" for flight, error in outcome.refused])
+    if feed.repeated:
+        rate = feed.done / outcome.seconds
+        say(f"already logged: {feed.repeated:,} of {survey.flights:,} flights; nothing was stored twice")
+        say(f"flights: {feed.done:,} in {outcome.seconds:.1f} s, {rate:,.0f} flights a second")
+    else:
+        # Each flight is a command; each work order two, one to open it and one to schedule its check.
+        commands = feed.done + 2 * orders
+        rate = commands / outcome.seconds
+        say(f"commands: {commands:,} in {outcome.seconds:.1f} s, {rate:,.0f} commands a second")
+    if feed.refused:
+        say(f"flights that the aircraft refused: {feed.refused:,}")
+        say_some([f"line {flight.line}: {error.code}: {error.text}" for flight, error in feed.refusals], feed.refused)
+
+
+def in_hours(minutes: Counter[str]) -> list[tuple[str, str]]:
+    """Return names and hours, the longest first; of equal ones the first by name."""
+    ordered = sorted(minutes.items(), key=lambda each: (-each[1], each[0]))
+    return [(name, f"{total / 60:,.1f}") for name, total in ordered]
 
 
 def print_table(console: Console, title: str, heads: tuple[str, str], rows: Iterable[tuple[str, str]]) -> None:
@@ -255,12 +330,17 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-def say_some(lines: Sequence[str]) -> None:
-    """Print lines, but no more than can be read."""
+def say_some(lines: Sequence[str], count: int | None = None) -> None:
+    """Print lines, but no more than can be read; `count` says how many there are if these are only the first."""
     for line in lines[:SHOWN]:
         say(f"  {line}")
-    if len(lines) > SHOWN:
-        say(f"  and {len(lines) - SHOWN:,} more")
+    if (rest := (len(lines) if count is None else count) - len(lines[:SHOWN])) > 0:
+        say(f"  and {rest:,} more")
+
+
+def complain(text: str) -> None:
+    """Print a line about what went wrong."""
+    print(f"replay: {text}", file=sys.stderr, flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -270,10 +350,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{CHECK_INTERVAL:,} minutes in the air lead to a work order. At the end, what was recorded is checked "
         "against the file.",
         epilog="Exit codes: 0 the replay is complete and agrees with the file; 1 it does not; "
-        "2 the file or the command line is not usable; 130 interrupted (Ctrl+C once stops in order, twice at once).",
+        "2 the file, the store or the command line is not usable; 130 interrupted (Ctrl+C once stops in order, twice "
+        "at once). With --store, the same command again finishes what was interrupted, however it ended.",
     )
     parser.add_argument(
         "file", nargs="?", type=Path, default=JANUARY, help="gzip-compressed CSV file (default: January 2013)"
+    )
+    parser.add_argument(
+        "--store",
+        type=Path,
+        metavar="FILE",
+        help="SQLite file to keep everything in; made if it does not exist (default: in memory)",
     )
     parser.add_argument(
         "--show-rejected", action="store_true", help="list the rejected rows, with line number and reason"
@@ -283,15 +370,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.getLogger("trio_wow.runtime").setLevel(logging.CRITICAL)
     code = INTERRUPTED
     try:
-        code = run(options.file, show_rejected=options.show_rejected)
+        code = run(options.file, options.store, show_rejected=options.show_rejected)
     except* KeyboardInterrupt:
         # Before or after the runtime, which takes the signal while it serves.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        print("replay: interrupted; nothing is stored: run it again", file=sys.stderr)
+        complain("interrupted; run it again")
     except* BrokenPipeError:
         # The reader has gone (`| head`). What is still buffered must not fail once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = DIFFERENT
+    except* StoreError as group:
+        complain(str(group.exceptions[0]))
+        code = UNUSABLE
     return code
 
 

@@ -1,6 +1,6 @@
 """The contracts of a bus. Implementations point here."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import trio
@@ -22,6 +22,10 @@ __all__ = [
 M = TypeVar("M")
 
 
+def _everything(_: object) -> bool:
+    return True
+
+
 @frozen
 class Subscription:
     """What a receiver receives.
@@ -31,12 +35,15 @@ class Subscription:
         context: the bounded context.
         aggregates: names of the context's aggregates.
         admission: the doors of the runtime that the receiver works for.
+        wants: says of a message whether the receiver has any use for it. A plain, quick function. A bus that can ask it
+            leaves out the others; one that cannot brings them all the same.
     """
 
     group: str
     context: str
     aggregates: frozenset[str]
     admission: Admission
+    wants: Callable[[Any], bool] = _everything
 
 
 class MessageExchange(Generic[M]):

@@ -149,9 +149,11 @@ class _Topic(Generic[R]):
 
     async def send(self, message: R) -> bool:
         """Hand a message to one receiver of each group, to all or to none, and say whether there was any."""
+        targets = self._targets(message)
+        if not targets:
+            return False
         message = message.routed()  # the bus's own from here on, and known to be whole
-        targets = self._targets(message.aggregate_id)
-        if targets and (admission := targets[0].subscription.admission).is_inside():
+        if (admission := targets[0].subscription.admission).is_inside():
             if admission.is_closed:
                 raise AdmissionClosedError(str(targets[0]))
             self._hand_over(message, targets)
@@ -183,7 +185,7 @@ class _Topic(Generic[R]):
         blocked: set[InMemoryReceiver[R]] = set()
         ended = []
         for send in self.waiting:
-            targets = self._targets(send.message.aggregate_id)
+            targets = self._targets(send.message)
             if targets and not targets[0].subscription.admission.intake_is_open:
                 send.error = AdmissionClosedError(str(targets[0]))
             elif any(target in blocked or not target.has_room for target in targets):
@@ -206,13 +208,16 @@ class _Topic(Generic[R]):
             lease = receiver.subscription.admission.try_acquire(f"{type(message).__name__} for {receiver.name}")
             receiver.put(MessageExchange(message if route == 0 else message.routed(), lease))
 
-    def _targets(self, aggregate_id: AggregateId) -> list[InMemoryReceiver[R]]:
+    def _targets(self, message: R) -> list[InMemoryReceiver[R]]:
+        aggregate_id = message.aggregate_id
         targets = []
         for group in self.groups.values():
             members = [each for each in group if aggregate_id.aggregate in each.subscription.aggregates]
             if members:
                 # By ID, so that the order per ID holds when several receivers share a group.
-                targets.append(members[hash(aggregate_id) % len(members)])
+                target = members[hash(aggregate_id) % len(members)]
+                if target.subscription.wants(message):
+                    targets.append(target)
         return targets
 
 

@@ -53,6 +53,10 @@ class MessageDispatcher(ABC, Generic[M]):
         What this raises ends the dispatcher and its runtime, so a user function's `Exception` must not leave it.
         """
 
+    def wants(self, message: M, /) -> bool:  # noqa: ARG002 - a dispatcher may look at it
+        """Whether the dispatcher has any use for a message of its aggregates. It may get it all the same."""
+        return True
+
     def unfinished(self, message: M, /) -> None:
         """Take note that a message was let go without having been finished. Plain, quick, and never raises."""
 
@@ -61,7 +65,8 @@ class MessageDispatcher(ABC, Generic[M]):
         self._context = context
         self._receivers = []
         for name, aggregates in self._contexts.items():  # one by one: when one fails, those before are closed
-            self._receivers.append(self._bus.receiver(Subscription(self.name, name, aggregates, context.admission)))
+            subscription = Subscription(self.name, name, aggregates, context.admission, self.wants)
+            self._receivers.append(self._bus.receiver(subscription))
         for receiver in self._receivers:
             await receiver.ready.wait()
 

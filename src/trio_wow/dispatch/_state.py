@@ -132,10 +132,14 @@ class SnapshotDispatcher(MessageDispatcher[StateEvent[Any]]):
         self._domain = domain
         self._repository = repository
 
+    def wants(self, message: StateEvent[Any], /) -> bool:
+        """See `MessageDispatcher.wants`."""
+        every = self._domain.model_of(message.aggregate_id).snapshot_every
+        return every is not None and message.version % every == 0
+
     async def handle(self, message: StateEvent[Any]) -> bool:
         """See the class."""
-        every = self._domain.model_of(message.aggregate_id).snapshot_every
-        if every is not None and message.version % every == 0:
+        if self.wants(message):
             try:
                 await self._repository.take_snapshot(message)
             except Exception:
