@@ -1,9 +1,10 @@
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 from attrs import evolve
 
-from fleet_check import differences
+from fleet_check import DETAILED, FleetCheck, FlightList
 from fleet_domain import CheckDue, CheckScheduled, FlightLogged, WorkOrderOpened
 from flight_data import Flight
 from trio_wow import AggregateId
@@ -29,9 +30,20 @@ class Recording:
         ]
         self.minutes = Counter(UA=3_000, AA=500)
         self.departures = Counter(EWR=1, JFK=1, LGA=1)
+        self.aircraft = Counter(N1=3_000, N2=500)
 
-    def differences(self) -> list[str]:
-        return differences(FLIGHTS, self.streams, self.minutes, self.departures)
+    def differences(self, flights: Sequence[Flight] = FLIGHTS) -> list[str]:
+        check = FleetCheck()
+        self.tell(check, flights)
+        details = FlightList(check.suspects()[:DETAILED])
+        self.tell(details, flights)
+        return check.differences(self.minutes, self.departures, self.aircraft, details)
+
+    def tell(self, check: FleetCheck | FlightList, flights: Sequence[Flight]) -> None:
+        for flight in flights:
+            check.expect(flight)
+        for each in self.streams:
+            check.record(each)
 
 
 def stream(
@@ -86,9 +98,19 @@ def test_flights_of_one_aircraft_out_of_order(recording: Recording) -> None:
 @pytest.mark.parametrize("version", [1, 4])
 def test_versions_with_a_gap_or_a_repetition(recording: Recording, version: int) -> None:
     recording.streams[4] = evolve(recording.streams[4], version=version)
-    assert recording.differences() == [
-        f"the versions of fleet.aircraft/N1 do not run from 1 to 3: [1, 2, {version}]",
-    ]
+    assert recording.differences() == [f"version {version} of fleet.aircraft/N1 follows 2"]
+
+
+def test_wrong_minutes_of_an_aircraft(recording: Recording) -> None:
+    recording.aircraft["N1"] = 1
+    assert recording.differences() == ["minutes of aircraft N1: recorded 1, but the file says 3,000"]
+
+
+def test_of_many_aircraft_that_differ_only_the_first_are_told_flight_by_flight(recording: Recording) -> None:
+    flights = [Flight(n, f"N{n:02}", "UA", "EWR", 1, "UA-1") for n in range(10, 10 + DETAILED + 5)]
+    found = recording.differences([*FLIGHTS, *flights])
+    assert sum(each.startswith("flight of ") for each in found) == DETAILED
+    assert "the flights of 5 more aircraft differ, of N30 to begin with" in found
 
 
 def test_wrong_minutes_of_a_carrier(recording: Recording) -> None:

@@ -1,11 +1,10 @@
 import gzip
-from collections import Counter
 from pathlib import Path
 
 import pytest
 
 import flight_data
-from flight_data import COLUMNS, Flight, FlightDataError, Reason, read_flights
+from flight_data import COLUMNS, Flight, FlightDataError, Reason, RejectedRow, read_flights, read_rows, survey_flights
 
 HEADER = ",".join(COLUMNS)
 GOOD = "1,1,517,830,UA,1545,N14228,EWR,IAH,227,1400"
@@ -24,28 +23,28 @@ def row(**changed: str) -> str:
 
 def problem_of(path: Path) -> FlightDataError:
     with pytest.raises(FlightDataError) as caught:
-        read_flights(path)
+        survey_flights(path)
     assert str(caught.value).startswith(str(path))
     assert "\n" not in str(caught.value)
     return caught.value
 
 
 def test_a_good_row_is_a_flight(tmp_path: Path) -> None:
-    file = read_flights(written(tmp_path, GOOD))
-    assert file.flights == [Flight(2, "N14228", "UA", "EWR", 227, "UA-1545-2013-01-01-EWR")]
-    assert file.rejected == []
+    path = written(tmp_path, GOOD)
+    assert list(read_rows(path)) == [Flight(2, "N14228", "UA", "EWR", 227, "UA-1545-2013-01-01-EWR")]
+    assert list(read_flights(path)) == list(read_rows(path))
 
 
 def test_a_file_without_rows_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FlightDataError, match="line 1: there is no row below the columns"):
-        read_flights(written(tmp_path))
+        survey_flights(written(tmp_path))
 
 
 def test_a_last_line_without_its_end_is_a_cut(tmp_path: Path) -> None:
     path = written(tmp_path, GOOD)
     path.write_bytes(gzip.compress(gzip.decompress(path.read_bytes())[:-3]))
     with pytest.raises(FlightDataError, match="line 2: the last line has no end: the file is cut off"):
-        read_flights(path)
+        survey_flights(path)
 
 
 @pytest.mark.parametrize(
@@ -61,19 +60,20 @@ def test_a_last_line_without_its_end_is_a_cut(tmp_path: Path) -> None:
 )
 def test_a_dirty_row_is_rejected_for_the_first_reason(tmp_path: Path, missing: tuple[str, ...], reason: Reason) -> None:
     dirty = row(flight="1", **dict.fromkeys(missing, "NA"))
-    file = read_flights(written(tmp_path, GOOD, dirty, row(flight="2")))
-    assert [(each.line, each.text, each.reason) for each in file.rejected] == [(3, dirty, reason)]
-    assert [flight.line for flight in file.flights] == [2, 4]
+    path = written(tmp_path, GOOD, dirty, row(flight="2"))
+    assert [each for each in read_rows(path) if isinstance(each, RejectedRow)] == [RejectedRow(3, dirty, reason)]
+    assert [flight.line for flight in read_flights(path)] == [2, 4]
 
 
 def test_an_unknown_arrival_is_no_reason(tmp_path: Path) -> None:
-    assert len(read_flights(written(tmp_path, row(arr_time="NA"))).flights) == 1
+    assert len(list(read_flights(written(tmp_path, row(arr_time="NA"))))) == 1
 
 
 def test_a_repeated_flight_is_rejected_and_another_aircraft_or_day_is_not(tmp_path: Path) -> None:
-    file = read_flights(written(tmp_path, GOOD, row(air_time="1"), row(tailnum="N2"), row(day="2")))
-    assert [(each.line, each.reason) for each in file.rejected] == [(3, Reason.REPEATED)]
-    assert [(flight.line, flight.minutes) for flight in file.flights] == [(2, 227), (4, 227), (5, 227)]
+    path = written(tmp_path, GOOD, row(air_time="1"), row(tailnum="N2"), row(day="2"))
+    rejected = [each for each in read_rows(path) if isinstance(each, RejectedRow)]
+    assert [(each.line, each.reason) for each in rejected] == [(3, Reason.REPEATED)]
+    assert [(flight.line, flight.minutes) for flight in read_flights(path)] == [(2, 227), (4, 227), (5, 227)]
 
 
 @pytest.mark.parametrize(
@@ -159,13 +159,7 @@ def test_a_missing_file_and_a_folder_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_january() -> None:
-    file = read_flights(JANUARY)
-    assert len(file.flights) == 26_398
-    assert Counter(each.reason for each in file.rejected) == {
-        Reason.NO_TAIL_NUMBER: 155,
-        Reason.NEVER_LEFT: 366,
-        Reason.NO_AIR_TIME: 85,
-    }
-    assert len({flight.tail for flight in file.flights}) == 3_140
-    lines = {each.line for each in file.flights} | {each.line for each in file.rejected}
-    assert lines == set(range(2, 27_004 + 2))
+    survey = survey_flights(JANUARY)
+    assert (survey.rows, survey.flights, len(survey.aircraft)) == (27_004, 26_398, 3_140)
+    assert survey.rejected == {Reason.NO_TAIL_NUMBER: 155, Reason.NEVER_LEFT: 366, Reason.NO_AIR_TIME: 85}
+    assert [each.line for each in read_rows(JANUARY)] == list(range(2, 27_004 + 2))

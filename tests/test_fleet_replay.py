@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fleet_support import BOUND, ENVIRONMENT, SCRIPT, driver, posix, run
 from support import PythonProcess
 
 import fleet_domain
@@ -16,29 +17,6 @@ import replay
 from flight_data import COLUMNS
 from trio_wow import CommandRejectedError, InMemoryEventStore
 from trio_wow.messages import DomainEventStream
-
-SCRIPT = Path(replay.__file__)
-BOUND = 110
-"""Seconds after which a subprocess is given up."""
-
-needs_posix_signals = pytest.mark.skipif(os.name != "posix", reason="sends SIGINT to a process")
-
-ENVIRONMENT = {
-    name: value
-    for name, value in os.environ.items()
-    if name not in {"FORCE_COLOR", "COLUMNS", "TTY_COMPATIBLE", "TTY_INTERACTIVE"}
-}
-
-
-def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, SCRIPT, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=BOUND,
-        check=False,
-        env=ENVIRONMENT,
-    )
 
 
 @pytest.fixture
@@ -81,6 +59,8 @@ def test_a_small_file_is_replayed_and_agrees(small: Path) -> None:
         "no tail number 1",
         "never left 1",
         "no air time 1",
+        "N1 175.5",
+        "N2 1.5",
         "work orders opened: 3",
         "check: 0 differences between the file and what was recorded",
     ):
@@ -144,7 +124,7 @@ def test_help_names_the_exit_codes() -> None:
     assert "130 interrupted" in done.stdout
 
 
-@needs_posix_signals
+@posix
 def test_ctrl_c_stops_in_order_and_says_what_was_done() -> None:
     with PythonProcess(SCRIPT, env=ENVIRONMENT) as process:
         process.read_until("10 %")
@@ -178,11 +158,9 @@ sys.exit(replay.main(sys.argv[1:]))
 """
 
 
-@needs_posix_signals
+@posix
 def test_a_second_ctrl_c_forces_the_stop(small: Path, tmp_path: Path) -> None:
-    driver = tmp_path / "stalled.py"
-    driver.write_text(f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r})\n{STALLED}")
-    with PythonProcess(driver, small, env=ENVIRONMENT) as process:
+    with PythonProcess(driver(tmp_path, STALLED), small, env=ENVIRONMENT) as process:
         process.read_until("90 %")
         process.send(signal.SIGINT)
         process.read_until("stopping:")
@@ -195,7 +173,7 @@ def test_a_second_ctrl_c_forces_the_stop(small: Path, tmp_path: Path) -> None:
     )
 
 
-@needs_posix_signals
+@posix
 def test_a_reader_that_has_gone_leaves_no_traceback(small: Path) -> None:
     ours, theirs = os.pipe()
     os.close(ours)
@@ -213,10 +191,10 @@ def test_ctrl_c_outside_the_runtime_gives_one_line(
     def interrupted(path: Path) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(replay, "read_flights", interrupted)
+    monkeypatch.setattr(replay, "survey_flights", interrupted)
     assert replay.main([]) == 130
     captured = capsys.readouterr()
-    assert captured.err == "replay: interrupted; nothing is stored: run it again\n"
+    assert captured.err == "replay: interrupted; run it again\n"
     assert captured.out == ""
 
 
@@ -248,14 +226,8 @@ def test_a_refused_flight_is_counted_and_is_a_difference(
 
 
 def test_without_rich_it_says_what_to_install(tmp_path: Path) -> None:
-    driver = tmp_path / "driver.py"
-    driver.write_text(
-        "import runpy, sys\n"
-        "sys.modules['rich'] = None\n"
-        f"sys.path.insert(0, {str(SCRIPT.parent)!r})\n"
-        f"runpy.run_path({str(SCRIPT)!r}, run_name='__main__')\n"
-    )
-    with PythonProcess(driver, env=ENVIRONMENT) as process:
+    text = f"import runpy\nsys.modules['rich'] = None\nrunpy.run_path({str(SCRIPT)!r}, run_name='__main__')\n"
+    with PythonProcess(driver(tmp_path, text), env=ENVIRONMENT) as process:
         code, output, errors = process.finish()
     assert (code, output) == (1, "")
     assert errors.count("\n") == 1

@@ -72,6 +72,7 @@ class Database:
         self._busy_timeout = busy_timeout
         self._writes = writes
         self._connection: sqlite3.Connection | None = None
+        self._was_locked = False
 
     def open(self) -> sqlite3.Connection:
         """Return the open connection.
@@ -103,8 +104,11 @@ class Database:
             yield connection
 
     @contextmanager
-    def writing(self) -> Iterator[sqlite3.Connection]:
+    def writing(self, asked_at: float) -> Iterator[sqlite3.Connection]:
         """Lend the connection for one transaction, which is committed at the end and rolled back after an error.
+
+        The wait for somebody else's lock ends one busy timeout after `asked_at` (`time.monotonic`), so that those who
+        wait behind one that gives up do not begin to wait anew.
 
         Errors of SQLite that the block raises are left as they are: they may be about a user's own tables.
 
@@ -114,7 +118,7 @@ class Database:
         """
         connection = self.open()
         with self.translating():
-            connection.execute("BEGIN IMMEDIATE")
+            self._begin(connection, asked_at)
         try:
             yield connection
         except BaseException:
@@ -136,6 +140,19 @@ class Database:
             yield
         except sqlite3.Error as error:
             raise self._translated(error) from error
+
+    def _begin(self, connection: sqlite3.Connection, asked_at: float) -> None:
+        if self._was_locked:
+            left = max(0.0, asked_at + self._busy_timeout - monotonic())
+            connection.execute(f"PRAGMA busy_timeout = {int(left * 1000)}")
+        try:
+            connection.execute("BEGIN IMMEDIATE")
+        except sqlite3.OperationalError as error:
+            self._was_locked = self._was_locked or _name(error).startswith(_LOCKED)
+            raise
+        if self._was_locked:
+            connection.execute(f"PRAGMA busy_timeout = {int(self._busy_timeout * 1000)}")
+            self._was_locked = False
 
     def _roll_back(self, connection: sqlite3.Connection) -> None:
         try:

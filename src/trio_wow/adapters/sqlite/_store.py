@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
 from pathlib import Path
+from time import monotonic
 from types import TracebackType
 from typing import Any, Self
 
@@ -107,7 +108,7 @@ class SqliteStore:
     async def append(self, stream: DomainEventStream) -> None:
         """See `EventStore.append`."""
         row = (*_key(stream.aggregate_id), stream.version, stream.request_id, self._serializer.dump_stream(stream))
-        await self._writes.run(partial(self._append, stream, row))
+        await self._writes.run(partial(self._append, monotonic(), stream, row))
 
     async def load(
         self, aggregate_id: AggregateId, *, after: int = 0, until: int | None = None
@@ -190,7 +191,7 @@ class SqliteStore:
     ) -> bool:
         """See `CheckpointStore.handle_once`. The transaction is a `sqlite3.Connection`."""
         return await self._writes.run(
-            partial(self._handle_once, processor, _key(aggregate_id), version, position, work)
+            partial(self._handle_once, monotonic(), processor, _key(aggregate_id), version, position, work)
         )
 
     async def prepare(self, context: RuntimeContext, /) -> None:  # noqa: ARG002 - needs nothing of the runtime
@@ -210,10 +211,10 @@ class SqliteStore:
     def force_stop(self) -> None:
         """See `RuntimeComponent.force_stop`. What a thread has begun is finished; the file stays open."""
 
-    def _append(self, stream: DomainEventStream, row: tuple[Any, ...]) -> None:
+    def _append(self, asked_at: float, stream: DomainEventStream, row: tuple[Any, ...]) -> None:
         aggregate_id = stream.aggregate_id
         try:
-            with self._writer.writing() as connection, self._writer.translating():
+            with self._writer.writing(asked_at) as connection, self._writer.translating():
                 if connection.execute(_APPEND, row).rowcount == 1:
                     return
                 key = _key(aggregate_id)
@@ -229,13 +230,14 @@ class SqliteStore:
 
     def _handle_once(
         self,
+        asked_at: float,
         processor: str,
         key: tuple[str, str, str],
         version: int,
         position: int,
         work: Callable[[sqlite3.Connection], object],
     ) -> bool:
-        with self._writer.writing() as connection:
+        with self._writer.writing(asked_at) as connection:
             with self._writer.translating():
                 handled = connection.execute(_VERSION, (processor, *key)).fetchone()
                 if handled is not None and handled[0] >= version:
@@ -264,8 +266,10 @@ class SqliteStore:
         return await self._reads.run(fetch)
 
     async def _execute(self, statement: str, parameters: tuple[Any, ...]) -> None:
+        asked_at = monotonic()
+
         def execute() -> None:
-            with self._writer.writing() as connection, self._writer.translating():
+            with self._writer.writing(asked_at) as connection, self._writer.translating():
                 connection.execute(statement, parameters)
 
         await self._writes.run(execute)

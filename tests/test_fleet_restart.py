@@ -1,0 +1,312 @@
+"""The durable replay: whatever ends it, the same command again finishes the job."""
+
+import gzip
+import json
+import os
+import random
+import re
+import signal
+import sqlite3
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fleet_support import ENVIRONMENT, SCRIPT, driver, posix, run
+from support import PythonProcess
+
+import fleet_domain
+import replay
+from flight_data import COLUMNS
+from trio_wow.domain import aggregate_model
+
+AIRCRAFT, FLIGHTS, MINUTES = 40, 60, 170
+ROWS, ORDERS = AIRCRAFT * FLIGHTS, AIRCRAFT * (FLIGHTS * MINUTES // fleet_domain.CHECK_INTERVAL)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sixty flights of each of forty aircraft, in turn."""
+    rows = [
+        f"{1 + n // 28},{1 + n % 28},517,830,UA,{tail + 1},N{tail},EWR,IAH,{MINUTES},1400"
+        for n in range(FLIGHTS)
+        for tail in range(AIRCRAFT)
+    ]
+    path = tmp_path_factory.mktemp("flights") / "some.csv.gz"
+    path.write_bytes(gzip.compress("".join(f"{line}\n" for line in [",".join(COLUMNS), *rows]).encode()))
+    return path
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    return tmp_path / "fleet.db"
+
+
+def tables(output: str) -> str:
+    """Return what a complete replay prints of its totals."""
+    return output[output.index("Carriers by hours flown") : output.index("work orders opened:")]
+
+
+def check_complete(store: Path, output: str, clean: str) -> None:
+    """Compare with a run without interruption, and look into the file without the help of the example."""
+    assert f"work orders opened: {ORDERS}\n" in output
+    assert "check: 0 differences" in output
+    assert tables(output) == tables(clean)
+    flights: defaultdict[str, list[str]] = defaultdict(list)
+    orders: Counter[str] = Counter()
+    scheduled: Counter[str] = Counter()
+    with sqlite3.connect(store) as connection:
+        rows = connection.execute("SELECT id, version, request_id, data FROM wow_streams ORDER BY position").fetchall()
+    connection.close()
+    last: Counter[str] = Counter()
+    for id, version, request_id, data in rows:
+        last[id] += 1
+        assert version == last[id]
+        for event in json.loads(data)["events"]:
+            if event["name"] == "FlightLogged":
+                flights[id].append(request_id)
+            elif event["name"] == "WorkOrderOpened":
+                orders[id] += 1
+            elif event["name"] == "CheckScheduled":
+                scheduled[f"{id}-{event['body']['number']}"] += 1
+    for tail in range(AIRCRAFT):
+        assert flights[f"N{tail}"] == [
+            f"UA-{tail + 1}-2013-{1 + n // 28:02}-{1 + n % 28:02}-EWR" for n in range(FLIGHTS)
+        ]
+    assert len(orders) == ORDERS
+    assert orders == scheduled
+    assert set(orders.values()) == {1}
+
+
+@pytest.fixture(scope="module")
+def clean(data: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What a run without interruption prints."""
+    store = tmp_path_factory.mktemp("clean") / "fleet.db"
+    done = run(data, "--store", store)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"commands: {ROWS + 2 * ORDERS:,} in" in done.stdout
+    assert "already logged" not in done.stdout
+    check_complete(store, done.stdout, done.stdout)
+    return done.stdout
+
+
+def test_the_same_file_again_stores_nothing_and_says_so(data: Path, store: Path, clean: str) -> None:
+    assert run(data, "--store", store).returncode == 0
+    before = streams(store)
+    done = run(data, "--store", store)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"already logged: {ROWS:,} of {ROWS:,} flights; nothing was stored twice\n" in done.stdout
+    assert streams(store) == before
+    check_complete(store, done.stdout, clean)
+
+
+def streams(store: Path) -> list[tuple[object, ...]]:
+    connection = sqlite3.connect(store)
+    try:
+        return connection.execute("SELECT * FROM wow_streams ORDER BY position").fetchall()
+    finally:
+        connection.close()
+
+
+def test_what_is_stored_is_the_same_as_in_memory(data: Path, clean: str) -> None:
+    assert tables(run(data).stdout) == tables(clean)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@posix
+def test_ctrl_c_in_the_middle(data: Path, store: Path, clean: str, seed: int) -> None:
+    rng = random.Random(seed)
+    with PythonProcess(SCRIPT, data, "--store", store, env=ENVIRONMENT) as process:
+        process.read_until(f"{rng.randrange(1, 9) * 10} %")
+        process.send(signal.SIGINT)
+        code, output, errors = process.finish()
+    assert (code, errors) == (130, "")
+    summary = output.splitlines()[-1]
+    found = re.fullmatch(
+        rf"interrupted: ([\d,]+) of {ROWS:,} flights logged, [\d,]+ work orders opened; "
+        r"run the same command again to finish",
+        summary,
+    )
+    assert found, summary
+    logged = int(found[1].replace(",", ""))
+    assert 0 < logged < ROWS
+    done = run(data, "--store", store)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"already logged: {logged:,} of {ROWS:,} flights" in done.stdout
+    check_complete(store, done.stdout, clean)
+
+
+HELD = """
+import os, sys, trio, replay
+from trio_wow.adapters.sqlite import SqliteStore
+
+append = SqliteStore.append
+
+async def held(self, stream):
+    if stream.aggregate_id.id == "N7" and stream.version > 20:
+        await trio.sleep_forever()
+    await append(self, stream)
+
+SqliteStore.append = held
+sys.exit(replay.main(sys.argv[1:]))
+"""
+
+KILLED_BEFORE_APPEND = """
+import os, signal, sys, replay
+from trio_wow.adapters.sqlite import SqliteStore
+
+append = SqliteStore.append
+orders = 0
+
+async def killed(self, stream):
+    global orders
+    if stream.aggregate_id.context == "maintenance":
+        orders += 1
+        if orders == 5:  # the saga has sent the command; nothing of it is stored
+            os.kill(os.getpid(), signal.SIGKILL)
+    await append(self, stream)
+
+SqliteStore.append = killed
+sys.exit(replay.main(sys.argv[1:]))
+"""
+
+
+@posix
+def test_a_second_ctrl_c_forces_and_nothing_is_lost(data: Path, store: Path, clean: str) -> None:
+    with PythonProcess(driver(store.parent, HELD), data, "--store", store, env=ENVIRONMENT) as process:
+        process.read_until("40 %")
+        process.send(signal.SIGINT)
+        process.read_until("stopping:")
+        process.send(signal.SIGINT)
+        code, output, errors = process.finish()
+    assert (code, errors) == (130, "")
+    assert output.startswith("forced to stop: ")
+    assert output.endswith("; run the same command again to finish\n")
+    done = run(data, "--store", store)
+    assert (done.returncode, done.stderr) == (0, "")
+    check_complete(store, done.stdout, clean)
+
+
+@posix
+def test_killed_between_a_sagas_send_and_the_append_of_its_command(data: Path, store: Path, clean: str) -> None:
+    with PythonProcess(driver(store.parent, KILLED_BEFORE_APPEND), data, "--store", store, env=ENVIRONMENT) as process:
+        code, _, errors = process.finish()
+    assert (code, errors) == (-signal.SIGKILL, "")
+    events = [json.loads(str(data, "utf-8"))["events"] for *_, data in streams(store) if isinstance(data, bytes)]
+    due = sum(event["name"] == "CheckDue" for each in events for event in each)
+    opened = sum(event["name"] == "WorkOrderOpened" for each in events for event in each)
+    assert opened < 5
+    assert due > opened
+    done = run(data, "--store", store)
+    assert (done.returncode, done.stderr) == (0, "")
+    check_complete(store, done.stdout, clean)
+
+
+@posix
+def test_sigkill_at_random_points(data: Path, store: Path, clean: str) -> None:
+    """Twenty-five times in one store, from the start of the process to the end of the replay."""
+    seed = int(os.environ.get("WOW_TEST_SEED", "0"))
+    rng = random.Random(seed)
+    killed = 0
+    sizes = []
+    for _ in range(25):
+        with PythonProcess(SCRIPT, data, "--store", store, env=ENVIRONMENT) as process:
+            if rng.random() < 0.3:
+                time.sleep(rng.uniform(0.2, 1.2))  # somewhere in the start: imports, opening, catching up
+            else:
+                process.read_until("replaying")
+                time.sleep(rng.uniform(0, 0.9))  # the only way to a random point of another process
+            process.send(signal.SIGKILL)
+            code, _, _ = process.finish()
+        killed += code == -signal.SIGKILL
+        sizes.append(len(streams(store)) if store.exists() and killed else 0)
+    assert killed >= 20, f"seed {seed}: only {killed} runs were killed before they ended"
+    assert sizes == sorted(sizes), f"seed {seed}"
+    done = run(data, "--store", store)
+    assert (done.returncode, done.stderr) == (0, ""), f"seed {seed}"
+    check_complete(store, done.stdout, clean)
+
+
+@pytest.fixture
+def no_snapshots() -> Iterator[None]:
+    model = aggregate_model(fleet_domain.Aircraft)
+    every, model.snapshot_every = model.snapshot_every, None
+    yield
+    model.snapshot_every = every
+
+
+def test_a_run_with_snapshots_equals_one_without(
+    data: Path, store: Path, clean: str, no_snapshots: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert replay.main([str(data), "--store", str(store)]) == 0
+    without = store.with_name("with.db")
+    assert run(data, "--store", without).returncode == 0
+    check_complete(store, capsys.readouterr().out, clean)
+
+    def snapshots(path: Path) -> int:
+        connection = sqlite3.connect(path)
+        try:
+            (count,) = connection.execute("SELECT count(*) FROM wow_snapshots").fetchone()
+            return int(count)
+        finally:
+            connection.close()
+
+    assert (snapshots(store), snapshots(without)) == (0, AIRCRAFT)
+
+
+class TestStores:
+    """Files that cannot be the store."""
+
+    def complain(self, data: Path, store: Path) -> str:
+        done = run(data, "--store", store)
+        assert done.returncode == 2
+        assert done.stderr.startswith(f"replay: {store}: ")
+        assert done.stderr.count("\n") == 1
+        return done.stderr
+
+    def test_a_text_file(self, data: Path, store: Path) -> None:
+        store.write_text("this is no database, though it is long enough to be one\n" * 100)
+        assert "it is no SQLite database" in self.complain(data, store)
+        assert store.read_text().startswith("this is no database")
+
+    def test_a_folder(self, data: Path, store: Path) -> None:
+        store.mkdir()
+        assert "it is a folder, not a file" in self.complain(data, store)
+
+    def test_a_file_in_no_folder(self, data: Path, store: Path) -> None:
+        assert "make it first" in self.complain(data, store / "none" / "fleet.db")
+
+    def test_a_newer_store(self, data: Path, store: Path) -> None:
+        connection = sqlite3.connect(store)
+        connection.executescript("CREATE TABLE wow_schema (version INTEGER); INSERT INTO wow_schema VALUES (99)")
+        connection.close()
+        assert "its schema has version 99" in self.complain(data, store)
+
+    @posix
+    def test_a_store_that_is_locked_in_the_middle_is_finished_later(self, data: Path, store: Path, clean: str) -> None:
+        short = """
+import sys, replay
+from trio_wow.adapters import sqlite
+
+class Impatient(sqlite.SqliteStore):
+    def __init__(self, path, serializer):
+        super().__init__(path, serializer, busy_timeout=0.2)
+
+replay.SqliteStore = Impatient
+sys.exit(replay.main(sys.argv[1:]))
+"""
+        with PythonProcess(driver(store.parent, short), data, "--store", store, env=ENVIRONMENT) as process:
+            process.read_until("20 %")
+            connection = sqlite3.connect(store, isolation_level=None, timeout=60)
+            connection.execute("BEGIN IMMEDIATE")
+            code, _, errors = process.finish()
+            connection.execute("ROLLBACK")
+            connection.close()
+        assert code == 2
+        last = errors.splitlines()[-1]
+        assert last.startswith(f"replay: {store}: somebody else has held its lock for longer than 0.2 s; try again; ")
+        assert last.endswith("run the same command again to finish")
+        done = run(data, "--store", store)
+        assert (done.returncode, done.stderr) == (0, "")
+        check_complete(store, done.stdout, clean)
