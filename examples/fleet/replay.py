@@ -7,7 +7,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, closing, nullcontext
+from contextlib import AbstractAsyncContextManager, ExitStack, closing, nullcontext
 from itertools import islice
 from math import inf
 from pathlib import Path
@@ -41,8 +41,10 @@ from trio_wow import App, CommandGateway, Domain, InMemoryEventStore, KeyedExecu
 from trio_wow.adapters.sqlite import SqliteStore
 from trio_wow.errors import (
     AdmissionClosedError,
+    AppendOutcomeUnknownError,
     DuplicateRequestIdError,
     RuntimeStateError,
+    SerializationError,
     ShutdownDeadlineError,
     StoreError,
     WaitAbandonedError,
@@ -126,6 +128,28 @@ class Feed:
             self.refused += 1
             if len(self.refusals) < SHOWN:
                 self.refusals.append((flight, error))
+
+
+class StoreTrouble:
+    """Takes what the library logs of a store that cannot be used, a traceback for each command, out of the log.
+
+    The replay tells it in one line.
+
+    Attributes:
+        last: the last such error.
+    """
+
+    def __init__(self) -> None:
+        self.last: Exception | None = None
+
+    def __call__(self, record: logging.LogRecord) -> bool:
+        """See `logging.Filter.filter`."""
+        arguments = record.args if isinstance(record.args, tuple) else ()
+        for error in (record.exc_info and record.exc_info[1], *arguments):
+            if isinstance(error, StoreError | SerializationError | AppendOutcomeUnknownError):
+                self.last = error
+                return False
+        return True
 
 
 class Views:
@@ -251,7 +275,7 @@ async def show_progress(feed: Feed, total: int, runtime: Runtime, console: Conso
             progress.update(bar, completed=feed.done)
 
 
-def run(path: Path, store_path: Path | None, *, show_rejected: bool) -> int:
+def run(path: Path, store_path: Path | None, troubles: StoreTrouble, *, show_rejected: bool) -> int:
     """Read, replay, report, check. Returns the exit code."""
     try:
         survey = survey_flights(path)
@@ -268,8 +292,11 @@ def run(path: Path, store_path: Path | None, *, show_rejected: bool) -> int:
     outcome = trio.run(replay, path, survey.flights, store_path, console)
     logged, orders = outcome.check.flights, outcome.check.work_orders
     done = f"{logged:,} of {survey.flights:,} flights logged, {orders:,} work orders opened"
-    if trouble := outcome.feed.trouble:
-        complain(f"{trouble.text}; {done}; run the same command again to finish")
+    trouble = outcome.feed.trouble.text if outcome.feed.trouble else None
+    if outcome.differences and troubles.last:
+        trouble = str(troubles.last)  # of a saga's command, say, after the last flight
+    if trouble:
+        complain(f"{trouble}; {done}; run the same command again to finish")
         return UNUSABLE
     if outcome.interrupted:
         rest = "the store is in memory, so nothing is stored yet: run it again"
@@ -278,6 +305,8 @@ def run(path: Path, store_path: Path | None, *, show_rejected: bool) -> int:
         say(f"{'forced to stop' if outcome.forced else 'interrupted'}: {done}; {rest}")
         return INTERRUPTED
     report(survey, outcome, console)
+    if foreign := logged - outcome.feed.logged - outcome.feed.repeated:
+        say(f"the store holds {foreign:,} flights that are not in this file")
     say(f"check: {len(outcome.differences):,} differences between the file and what was recorded")
     say_some(outcome.differences)
     return DIFFERENT if outcome.differences else COMPLETE
@@ -294,8 +323,10 @@ def report(survey: FlightSurvey, outcome: Outcome, console: Console) -> None:
     print_table(console, "Rejected rows", ("reason", "rows"), [*rejected, ("in all", f"{survey.rejected.total():,}")])
     say(f"work orders opened: {orders:,}")
     if feed.repeated:
-        rate = feed.done / outcome.seconds
         say(f"already logged: {feed.repeated:,} of {survey.flights:,} flights; nothing was stored twice")
+    if feed.logged != outcome.check.flights:
+        # Some of the work orders are from before, and nothing says which.
+        rate = feed.done / outcome.seconds
         say(f"flights: {feed.done:,} in {outcome.seconds:.1f} s, {rate:,.0f} flights a second")
     else:
         # Each flight is a command; each work order two, one to open it and one to schedule its check.
@@ -343,6 +374,13 @@ def complain(text: str) -> None:
     print(f"replay: {text}", file=sys.stderr, flush=True)
 
 
+def first_of(error: BaseException) -> BaseException:
+    """Return the first error in a group, in whatever depth."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit code."""
     parser = argparse.ArgumentParser(
@@ -368,9 +406,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     # What the runtime logs of a forced stop is also raised, and told in one line here.
     logging.getLogger("trio_wow.runtime").setLevel(logging.CRITICAL)
+    troubles = StoreTrouble()
     code = INTERRUPTED
     try:
-        code = run(options.file, options.store, show_rejected=options.show_rejected)
+        with ExitStack() as undo:
+            for name in ("trio_wow.dispatch", "trio_wow.eventsourcing"):  # a filter is not asked for child loggers
+                logger = logging.getLogger(name)
+                logger.addFilter(troubles)
+                undo.callback(logger.removeFilter, troubles)
+            code = run(options.file, options.store, troubles, show_rejected=options.show_rejected)
     except* KeyboardInterrupt:
         # Before or after the runtime, which takes the signal while it serves.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -379,8 +423,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader has gone (`| head`). What is still buffered must not fail once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = DIFFERENT
-    except* StoreError as group:
-        complain(str(group.exceptions[0]))
+    except* (StoreError, SerializationError) as group:
+        complain(str(first_of(group)))
         code = UNUSABLE
     return code
 
