@@ -228,6 +228,21 @@ def test_sigkill_at_random_points(data: Path, store: Path, clean: str) -> None:
     check_complete(store, done.stdout, clean)
 
 
+def histories(store: Path) -> dict[str, tuple[list[object], list[int]]]:
+    """Return each aggregate's events in order, and apart from them the checks scheduled: when they come is chance."""
+    found: defaultdict[str, tuple[list[object], list[int]]] = defaultdict(lambda: ([], []))
+    for *_, data in streams(store):
+        assert isinstance(data, bytes)
+        stream = json.loads(data)
+        events, checks = found[f"{stream['context']}/{stream['aggregate_id']}"]
+        for event in stream["events"]:
+            if event["name"] == "CheckScheduled":
+                checks.append(event["body"]["number"])
+            else:
+                events.append(event)
+    return {id: (events, sorted(checks)) for id, (events, checks) in found.items()}
+
+
 @pytest.fixture
 def no_snapshots() -> Iterator[None]:
     model = aggregate_model(fleet_domain.Aircraft)
@@ -240,8 +255,8 @@ def test_a_run_with_snapshots_equals_one_without(
     data: Path, store: Path, clean: str, no_snapshots: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert replay.main([str(data), "--store", str(store)]) == 0
-    without = store.with_name("with.db")
-    assert run(data, "--store", without).returncode == 0
+    with_them = store.with_name("with.db")
+    assert run(data, "--store", with_them).returncode == 0
     check_complete(store, capsys.readouterr().out, clean)
 
     def snapshots(path: Path) -> int:
@@ -252,7 +267,8 @@ def test_a_run_with_snapshots_equals_one_without(
         finally:
             connection.close()
 
-    assert (snapshots(store), snapshots(without)) == (0, AIRCRAFT)
+    assert (snapshots(store), snapshots(with_them)) == (0, AIRCRAFT)
+    assert histories(store) == histories(with_them)
 
 
 class TestStores:
@@ -304,9 +320,115 @@ sys.exit(replay.main(sys.argv[1:]))
             connection.execute("ROLLBACK")
             connection.close()
         assert code == 2
-        last = errors.splitlines()[-1]
-        assert last.startswith(f"replay: {store}: somebody else has held its lock for longer than 0.2 s; try again; ")
-        assert last.endswith("run the same command again to finish")
+        assert errors.startswith(f"replay: {store}: somebody else has held its lock for longer than 0.2 s; try again; ")
+        self.is_finished_later(data, store, clean, errors)
+
+    def test_a_disk_that_is_full_in_the_middle_is_finished_later(self, data: Path, store: Path, clean: str) -> None:
+        """A limit of SQLite's own stands for the disk."""
+        limited = """
+import sqlite3, sys, replay
+
+connect = sqlite3.connect
+
+def limited(database, *arguments, **options):
+    connection = connect(database, *arguments, **options)
+    if database:
+        connection.execute("PRAGMA max_page_count = 100")
+    return connection
+
+sqlite3.connect = limited
+sys.exit(replay.main(sys.argv[1:]))
+"""
+        with PythonProcess(driver(store.parent, limited), data, "--store", store, env=ENVIRONMENT) as process:
+            code, output, errors = process.finish()
+        assert code == 2
+        assert errors.startswith(f"replay: {store}: there is no room left on its disk; ")
+        assert "refused" not in output
+        self.is_finished_later(data, store, clean, errors)
+
+    def test_a_sagas_command_that_the_store_fails_is_sent_again_later(
+        self, data: Path, store: Path, clean: str
+    ) -> None:
+        """Every flight has its result; what is left undone is the saga's, which the feed does not see."""
+        failing = """
+import sys, replay
+from trio_wow.adapters.sqlite import SqliteStore
+from trio_wow.errors import StoreLockedError
+
+append = SqliteStore.append
+
+async def failing(self, stream):
+    if stream.aggregate_id.id == "N7-3":
+        raise StoreLockedError(str(self.path), "locked")
+    await append(self, stream)
+
+SqliteStore.append = failing
+sys.exit(replay.main(sys.argv[1:]))
+"""
+        with PythonProcess(driver(store.parent, failing), data, "--store", store, env=ENVIRONMENT) as process:
+            code, _, errors = process.finish()
+        assert code == 2
+        assert f"{ROWS:,} of {ROWS:,} flights logged, {ORDERS - 1} work orders opened; " in errors
+        self.is_finished_later(data, store, clean, errors)
+
+    def test_a_flight_that_the_store_failed_once_is_not_overtaken(self, data: Path, store: Path, clean: str) -> None:
+        failing_once = """
+import sys, replay
+from trio_wow.adapters.sqlite import SqliteStore
+from trio_wow.errors import StoreLockedError
+
+append = SqliteStore.append
+failed = False
+
+async def failing_once(self, stream):
+    global failed
+    if stream.aggregate_id.id == "N7" and stream.version == 21 and not failed:
+        failed = True
+        raise StoreLockedError(str(self.path), "locked")
+    await append(self, stream)
+
+SqliteStore.append = failing_once
+sys.exit(replay.main(sys.argv[1:]))
+"""
+        with PythonProcess(driver(store.parent, failing_once), data, "--store", store, env=ENVIRONMENT) as process:
+            code, _, errors = process.finish()
+        assert code == 2
+        self.is_finished_later(data, store, clean, errors)
+
+    def is_finished_later(self, data: Path, store: Path, clean: str, errors: str) -> None:
+        assert errors.endswith("; run the same command again to finish\n")
+        assert errors.count("\n") == 1
         done = run(data, "--store", store)
         assert (done.returncode, done.stderr) == (0, "")
         check_complete(store, done.stdout, clean)
+
+    def test_a_damaged_store(self, data: Path, store: Path) -> None:
+        assert run(data, "--store", store).returncode == 0
+        with store.open("r+b") as file:
+            file.seek(store.stat().st_size // 3)
+            file.write(b"\xa5" * (store.stat().st_size // 3))
+        assert "or a damaged one" in self.complain(data, store)
+
+    def test_a_stream_that_cannot_be_read(self, data: Path, store: Path) -> None:
+        assert run(data, "--store", store).returncode == 0
+        connection = sqlite3.connect(store, isolation_level=None)
+        connection.execute(
+            "UPDATE wow_streams SET data = CAST(replace(CAST(data AS TEXT), 'FlightLogged', 'FlightNoted') AS BLOB) "
+            "WHERE position = 500"
+        )
+        connection.close()
+        done = run(data, "--store", store)
+        assert done.returncode == 2
+        assert done.stderr.startswith("replay: message type 'FlightNoted' (version ")
+        assert done.stderr.count("\n") == 1
+
+    def test_flights_of_another_file_are_a_difference(self, data: Path, store: Path) -> None:
+        assert run(data, "--store", store).returncode == 0
+        rows = gzip.decompress(data.read_bytes()).decode().splitlines(keepends=True)
+        half = store.with_name("half.csv.gz")
+        half.write_bytes(gzip.compress("".join(rows[: 1 + ROWS // 2]).encode()))
+        done = run(half, "--store", store)
+        assert (done.returncode, done.stderr) == (1, "")
+        assert f"already logged: {ROWS // 2:,} of {ROWS // 2:,} flights; nothing was stored twice\n" in done.stdout
+        assert f"the store holds {ROWS // 2:,} flights that are not in this file\n" in done.stdout
+        assert "commands:" not in done.stdout

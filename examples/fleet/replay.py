@@ -42,11 +42,13 @@ from trio_wow.adapters.sqlite import SqliteStore
 from trio_wow.errors import (
     AdmissionClosedError,
     AppendOutcomeUnknownError,
+    CommandFailedError,
     DuplicateRequestIdError,
     RuntimeStateError,
     SerializationError,
     ShutdownDeadlineError,
     StoreError,
+    VersionConflictError,
     WaitAbandonedError,
 )
 from trio_wow.eventsourcing import EventStore
@@ -64,6 +66,14 @@ except ModuleNotFoundError:
 JANUARY = Path(__file__).with_name("data") / "flights-2013-01.csv.gz"
 PAGE = 1_000
 SHOWN = 20
+
+STORE_TROUBLE: tuple[type[Exception], ...] = (
+    StoreError,
+    *StoreError.__subclasses__(),
+    SerializationError,
+    AppendOutcomeUnknownError,
+    VersionConflictError,  # somebody else writes to it
+)
 
 COMPLETE, DIFFERENT, UNUSABLE, INTERRUPTED = 0, 1, 2, 130
 
@@ -111,6 +121,8 @@ class Feed:
         return batch
 
     async def _log(self, flight: Flight) -> None:
+        if self.interrupted or self.trouble:
+            return  # it may be the next of an aircraft whose last one failed, and must not overtake it
         command = LogFlight(flight.tail, flight.carrier, flight.origin, flight.minutes)
         try:
             result = await self._gateway.send_and_wait(command, request_id=flight.request_id, timeout=inf)
@@ -146,9 +158,11 @@ class StoreTrouble:
         """See `logging.Filter.filter`."""
         arguments = record.args if isinstance(record.args, tuple) else ()
         for error in (record.exc_info and record.exc_info[1], *arguments):
-            if isinstance(error, StoreError | SerializationError | AppendOutcomeUnknownError):
+            if isinstance(error, STORE_TROUBLE):
                 self.last = error
                 return False
+            if isinstance(error, CommandFailedError) and error.code in {each.__name__ for each in STORE_TROUBLE}:
+                return False  # a saga's command, logged for itself too
         return True
 
 
