@@ -540,6 +540,7 @@ class TestDeadline:
     async def test_what_shields_itself_is_named_at_the_deadline_and_not_only_when_it_ends(
         self, step: str, autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
     ) -> None:
+        caplog.set_level("ERROR", "trio_wow.runtime")
         log: list[str] = []
 
         async def hold(part: Part) -> None:
