@@ -201,6 +201,16 @@ class TestRun:
         assert "Traceback" in errors
         assert errors.splitlines()[-1] == "trio-wow: ValueError: no such shelf"
 
+    def test_several_errors_are_all_shown(self, folder: Path) -> None:
+        broken = MODULE.replace('print("stopped", flush=True)', 'raise KeyError("second")')
+        (folder / "shop.py").write_text(broken)
+        with running(folder, PREPARE="broken") as process:
+            code, _, errors = process.finish()
+        assert code == 1
+        assert "ValueError: no such shelf" in errors
+        assert "KeyError: 'second'" in errors
+        assert errors.splitlines()[-1] == "trio-wow: ExceptionGroup: errors in a runtime (2 sub-exceptions)"
+
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
     def test_a_signal_during_the_start_rolls_it_back(self, folder: Path, number: signal.Signals) -> None:
         with running(folder, PREPARE="slow") as process:
@@ -403,6 +413,7 @@ class TestEvents:
         assert rows[1].endswith('{"what": "[red]b[/red]"}')
         assert rows[2].endswith('{"what": "c\\u001b[31m\\x9bé"}')
         assert {row.index("Opened") for row in rows} == {head.index("EVENT")}
+        assert not (history / "shop.db-wal").exists()  # the store has been closed
 
     def test_what_stdout_cannot_encode_is_escaped(self, history: Path) -> None:
         code, output, _ = events(history, "shop.door", "front", PYTHONIOENCODING="ascii")
