@@ -48,3 +48,10 @@ def imports(session: nox.Session) -> None:
     """Check that rooms import only downwards, and through their doors."""
     session.install(".", *nox.project.dependency_groups(PYPROJECT, "imports"))
     session.run("lint-imports")
+
+
+@nox.session
+def hooks(session: nox.Session) -> None:
+    """Run the pre-commit hooks on every file, with the tools that they take from the environment."""
+    session.install(".[examples]", *nox.project.dependency_groups(PYPROJECT, "hooks"))
+    session.run("pre-commit", "run", "--all-files", *session.posargs)

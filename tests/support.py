@@ -84,11 +84,11 @@ class PythonProcess:
     Leaving the `with` block kills it, so that none outlives its test.
     """
 
-    def __init__(self, *command: str | Path, env: Mapping[str, str] | None = None) -> None:
+    def __init__(self, *command: str | Path, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> None:
         # Errors go to a file: a pipe that nobody reads could fill up and stall the process.
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by __exit__
         self._process = subprocess.Popen(
-            [sys.executable, *command], stdout=subprocess.PIPE, stderr=self._errors, text=True, env=env
+            [sys.executable, *command], stdout=subprocess.PIPE, stderr=self._errors, text=True, env=env, cwd=cwd
         )
         assert self._process.stdout is not None
         self._output = self._process.stdout

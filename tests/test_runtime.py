@@ -4,6 +4,7 @@ import signal
 import textwrap
 import threading
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -534,6 +535,49 @@ class TestDeadline:
                 await trio.sleep(1)
                 runtime.request_stop()
         assert caught.group_contains(ShutdownDeadlineError, match=r"its deadline \(3 s\)")
+
+    @pytest.mark.parametrize("step", ["prepare", "caught_up", "stop", "task"])
+    async def test_what_shields_itself_is_named_at_the_deadline_and_not_only_when_it_ends(
+        self, step: str, autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level("ERROR", "trio_wow.runtime")
+        log: list[str] = []
+
+        async def hold(part: Part) -> None:
+            await shielded(50)
+
+        if step == "task":
+            parts = [Part("a", log, start=lambda part: part.spawn(partial(shielded, 50), "deaf task"))]
+        else:
+            parts = [CatchingUp("a", log, **{step: hold})]
+        runtime = quick(parts, shutdown_timeout=3)
+        caught: list[BaseException | None] = []
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(collect, runtime.serve, caught)
+            await wait_all_tasks_blocked()
+            start = trio.current_time()
+            runtime.request_stop()
+            with trio.move_on_after(2):
+                await runtime.wait_forced()
+                raise AssertionError("nothing has been forced yet")
+            await runtime.wait_forced()
+            assert trio.current_time() - start == 3
+            assert runtime.state.name == "FORCE_STOPPING"
+            assert ("a held deaf task" if step == "task" else f"a held its {step}()") in caplog.text
+            assert log.count("force_stop a") == 1
+            await runtime.wait_stopped()
+            assert trio.current_time() - start == 50
+        (error,) = caught
+        assert isinstance(error, ShutdownDeadlineError)
+        assert log.count("force_stop a") == 1
+        assert caplog.text.count("the stop was forced") == 1
+
+    async def test_what_ends_at_the_very_deadline_is_not_forced(self, autojump_clock: MockClock) -> None:
+        for _ in range(20):  # tasks of one moment run in any order
+            runtime = quick([Part("a", [], stop=lambda _: shielded(3))], shutdown_timeout=3)
+            runtime.request_stop()
+            assert await collect(runtime.serve) is None
+            assert not runtime._forced.is_set()
 
 
 class TestQuietPeriod:

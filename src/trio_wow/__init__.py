@@ -5,6 +5,7 @@ The names that most programs need. Everything else is exported by the room it be
 """
 
 from trio_wow.app import App as App
+from trio_wow.app import Settings as Settings
 from trio_wow.buses import InMemoryCommandBus as InMemoryCommandBus
 from trio_wow.buses import InMemoryDomainEventBus as InMemoryDomainEventBus
 from trio_wow.buses import InMemoryStateEventBus as InMemoryStateEventBus
@@ -53,6 +54,7 @@ __all__ = [
     "ProjectionDispatcher",
     "Runtime",
     "SagaDispatcher",
+    "Settings",
     "SnapshotDispatcher",
     "Stage",
     "StateEvent",

@@ -19,6 +19,7 @@ __all__ = [
     "NoSubscriberError",
     "RuntimeStateError",
     "SerializationError",
+    "SettingsError",
     "ShutdownDeadlineError",
     "StoreError",
     "StoreFormatError",
@@ -51,6 +52,27 @@ class ConfigurationError(WowError):
     def __init__(self, problems: Sequence[str]) -> None:
         super().__init__("; ".join(problems))
         self.problems = tuple(problems)
+
+
+class SettingsError(WowError, ValueError):
+    """A setting, or the file that settings are read from, is not legal. Nothing is guessed or ignored.
+
+    Attributes:
+        setting: its name, such as `dispatch.workers`; `None` where it is the source as a whole that is at fault.
+        source: where it came from: an argument, an environment variable or a file.
+        value: as it was found; `None` with `setting`.
+        problem: what is wrong with it, and what would be right.
+    """
+
+    def __init__(self, setting: str | None, source: str, value: object, problem: str) -> None:
+        shown = repr(value)
+        if len(shown) > 80:
+            shown = f"{shown[:77]}..."
+        super().__init__(f"{source} {problem}" if setting is None else f"{setting} = {shown} ({source}) {problem}")
+        self.setting = setting
+        self.source = source
+        self.value = value
+        self.problem = problem
 
 
 class ExecutorClosedError(WowError):

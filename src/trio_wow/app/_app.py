@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 
 import trio
 
+from trio_wow.app._settings import Settings, load_settings
 from trio_wow.buses import InMemoryCommandBus, InMemoryDomainEventBus, InMemoryStateEventBus
 from trio_wow.dispatch import (
     CatchUp,
@@ -47,21 +48,33 @@ class App:
         store: where events are kept; by default in memory. One that is a `SnapshotStore` keeps the snapshots too, one
             that is a `CheckpointStore` the checkpoints, and one that is a `RuntimeComponent` is opened when a runtime
             starts and closed when it stops. It is the caller's, and outlives the runtimes.
+        settings: of its runtimes; `None` for what `load_settings` finds in the environment and in a file. `trio-wow
+            run` reads neither where they are given: only its options go before them.
 
     Attributes:
         domain: the registry of the aggregates.
         store: the event store.
+        settings: of its runtimes.
+        has_own_settings: whether its program gave it the settings.
         repository: loads aggregates.
         gateway: sends commands to the runtime that is running.
 
     Raises:
         ConfigurationError: aggregates or processors do not fit together.
+        SettingsError: a setting in the environment or the file is not legal.
         TypeError: one of them is none.
     """
 
     def __init__(
-        self, aggregates: Iterable[type] | Domain, processors: Iterable[object] = (), *, store: EventStore | None = None
+        self,
+        aggregates: Iterable[type] | Domain,
+        processors: Iterable[object] = (),
+        *,
+        store: EventStore | None = None,
+        settings: Settings | None = None,
     ) -> None:
+        self.has_own_settings = settings is not None
+        self.settings = settings if settings is not None else load_settings()
         self.domain = aggregates if isinstance(aggregates, Domain) else Domain(aggregates)
         self.store = store if store is not None else InMemoryEventStore(self.domain.serializer)
         snapshots = self.store if isinstance(self.store, SnapshotStore) else InMemorySnapshotStore()
@@ -79,20 +92,39 @@ class App:
         self,
         *,
         executor: KeyedExecutor | None = None,
-        shutdown_timeout: float = 60.0,
+        shutdown_timeout: float | None = None,
         shutdown_quiet_period: float | None = None,
         signals: bool = True,
+        settings: Settings | None = None,
     ) -> Runtime:
-        """Return a new runtime of this application; see `Runtime` for the arguments. Serve one at a time.
+        """Return a new runtime of this application. Serve one at a time.
 
         Its components are, in this order: the store, if it is one, the dispatchers of commands, events, projections,
         sagas, state events and snapshots, as far as there is something for them to do, and the gateway.
+
+        Args:
+            executor: used instead of one made by the settings.
+            shutdown_timeout: goes before the settings; see `Runtime`.
+            shutdown_quiet_period: goes before the settings; see `Runtime`.
+            signals: see `Runtime`.
+            settings: used instead of the application's.
+
+        Raises:
+            ValueError: a number is out of its range; see `Runtime`.
         """
+        settings = settings if settings is not None else self.settings
+        if executor is None:
+            executor = KeyedExecutor(
+                workers=settings.dispatch.workers,
+                max_in_flight=settings.dispatch.max_in_flight,
+                throughput=settings.dispatch.throughput,
+            )
+        shutdown = settings.shutdown
         return Runtime(
             self._components(),
             executor=executor,
-            shutdown_timeout=shutdown_timeout,
-            shutdown_quiet_period=shutdown_quiet_period,
+            shutdown_timeout=shutdown.timeout if shutdown_timeout is None else shutdown_timeout,
+            shutdown_quiet_period=shutdown.quiet_period if shutdown_quiet_period is None else shutdown_quiet_period,
             signals=signals,
         )
 

@@ -4,7 +4,8 @@ import enum
 import logging
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial
 from math import inf
 
 import trio
@@ -49,6 +50,7 @@ class _Slot:
         self.name = name
         self.scope = trio.CancelScope()
         self.prepared = False
+        self.step: str | None = None
         self.released = trio.Event()
         self.left = trio.Event()
 
@@ -111,6 +113,9 @@ class Runtime:
         self._start_scope = trio.CancelScope()
         self._quiet_scope = trio.CancelScope()
         self._graceful = trio.CancelScope()
+        self._drained = False
+        self._force_asked = trio.Event()
+        self._forced = trio.Event()
         self._forced_by: str | None = None
         self._errors: list[BaseException] = []
         self._reported: list[BaseException] = []
@@ -193,6 +198,15 @@ class Runtime:
         """Wait until `serve` has ended, however it ended. Cancelling the wait moves nothing."""
         await self._stopped.wait()
 
+    async def wait_forced(self) -> None:
+        """Wait until a stop is forced, by its deadline, `force_stop` or a second signal; for ever if none is.
+
+        What still runs has then been named in the log and cancelled. A task that shields itself goes on all the same,
+        and `serve` cannot return before it ends: a host that must not wait for it ends the process. Cancelling the
+        wait moves nothing.
+        """
+        await self._forced.wait()
+
     def _ask(self, what: str) -> None:
         # Written before the token is read, as `serve` reads it after it wrote the token: one of the two sees the other.
         self._asked_early = "force" if self._asked_early == "force" else what
@@ -224,6 +238,7 @@ class Runtime:
         if self._state is RuntimeState.STOPPING:
             self._forced_by = self._forced_by or reason
             self._graceful.cancel()
+            self._force_asked.set()
 
     def _fail(self, error: BaseException) -> None:
         """Take note of a fatal error, once: admission closes at once and nobody waits for quiet."""
@@ -262,6 +277,16 @@ class Runtime:
             self._begin_stop()
             raise
 
+    async def _watch_deadline(self) -> None:
+        """Force the stop where a step that shields itself keeps `_start` or `_stop` from doing so."""
+        await self._stop_requested.wait()
+        with trio.CancelScope(deadline=self._graceful.deadline):
+            await self._force_asked.wait()
+        # What is cancelled or done in this very moment has its turn first.
+        await trio.lowlevel.checkpoint()
+        if not self._drained:
+            self._cancel_what_runs()
+
     async def _watch_signals(self, *, task_status: trio.TaskStatus[None]) -> None:
         with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as received:
             task_status.started()
@@ -275,6 +300,7 @@ class Runtime:
         async with trio.open_nursery() as tree:
             if takes_signals:
                 await tree.start(self._watch_signals, name="runtime signals")
+            tree.start_soon(self._watch_deadline, name="runtime deadline")
             for slot in self._slots:
                 await tree.start(self._host, slot, name=f"component {slot.name}")
             with self._start_scope:
@@ -310,9 +336,10 @@ class Runtime:
             for slot in self._slots:
                 await trio.lowlevel.checkpoint_if_cancelled()
                 slot.prepared = True
-                await slot.component.prepare(
-                    RuntimeContext(slot.nursery, self._executor, self._stop_requested, self._admission, self._fail)
+                context = RuntimeContext(
+                    slot.nursery, self._executor, self._stop_requested, self._admission, self._fail
                 )
+                await self._in_step(slot, "prepare", partial(slot.component.prepare, context))
             await trio.lowlevel.checkpoint_if_cancelled()
             for slot in self._slots:
                 if not self._stop_requested.is_set():
@@ -324,7 +351,11 @@ class Runtime:
         await trio.lowlevel.checkpoint_if_cancelled()
 
     async def _catch_up(self) -> None:
-        waits = [wait for slot in self._slots if (wait := getattr(slot.component, "caught_up", None)) is not None]
+        waits = [
+            partial(self._in_step, slot, "caught_up", wait)
+            for slot in self._slots
+            if (wait := getattr(slot.component, "caught_up", None)) is not None
+        ]
         try:
             async with trio.open_nursery(strict_exception_groups=True) as nursery:
                 for wait in waits:
@@ -347,22 +378,31 @@ class Runtime:
                 self._guarded(slot.component.quiesce)
             for slot in reversed(prepared):
                 try:
-                    await slot.component.stop()
+                    await self._in_step(slot, "stop", slot.component.stop)
                 except BaseException as error:
                     self._absorb(error, self._graceful, f"stop of {slot.name}")
                 slot.released.set()
                 await slot.left.wait()
             await self._executor.aclose()
+            self._drained = True
         if self._graceful.cancelled_caught:
             await self._stop_by_force(prepared)
         for slot in self._slots:
             slot.released.set()
 
     async def _stop_by_force(self, prepared: Sequence[_Slot]) -> None:
+        self._cancel_what_runs()
+        for slot in prepared:
+            await slot.left.wait()
+
+    def _cancel_what_runs(self) -> None:
+        if self._forced.is_set():
+            return
         self._state = RuntimeState.FORCE_STOPPING
         self._admission.close()
         reason = self._forced_by or f"its deadline ({self._timeout} s)"
-        held = {slot.name: tuple(_task_names(slot.nursery)) for slot in reversed(prepared) if not slot.left.is_set()}
+        prepared = [slot for slot in self._slots if slot.prepared]
+        held = {slot.name: tuple(_held(slot)) for slot in reversed(prepared) if not slot.left.is_set()}
         error = ShutdownDeadlineError(reason, held, sorted(lease.name for lease in self._admission.leases))
         _log.error("%s", error)
         self._errors.append(error)
@@ -370,8 +410,14 @@ class Runtime:
             self._guarded(slot.component.force_stop)
             slot.scope.cancel()
         self._executor.force_stop()
-        for slot in prepared:
-            await slot.left.wait()
+        self._forced.set()
+
+    async def _in_step(self, slot: _Slot, step: str, function: Callable[[], Awaitable[object]]) -> None:
+        slot.step = step
+        try:
+            await function()
+        finally:
+            slot.step = None
 
     def _guarded(self, step: Callable[[], object]) -> None:
         """Run one step of one component; its failure must not keep the others from stopping."""
@@ -398,6 +444,12 @@ def _names(components: Sequence[object]) -> Iterator[str]:
                 name = f"{base} {number}"
             taken.add(name)
         yield name
+
+
+def _held(slot: _Slot) -> Iterator[str]:
+    if slot.step is not None:
+        yield f"its {slot.step}()"
+    yield from _task_names(slot.nursery)
 
 
 def _task_names(nursery: trio.Nursery) -> Iterator[str]:

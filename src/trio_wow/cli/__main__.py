@@ -1,0 +1,7 @@
+"""`python -m trio_wow.cli`."""
+
+import sys
+
+from trio_wow.cli import main
+
+sys.exit(main())
