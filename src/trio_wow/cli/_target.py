@@ -68,7 +68,11 @@ def _one_line(error: BaseException) -> str:
     summary = "".join(traceback.format_exception_only(error)).strip()
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
     # The program's own line says more than one of a library that it calls.
-    own = [frame for frame in frames if Path.cwd() in Path(frame.filename).parents]
+    own = [
+        frame
+        for frame in frames
+        if Path.cwd() in Path(frame.filename).parents and "site-packages" not in frame.filename
+    ]
     for frame in reversed(own or frames):
         return f"{summary} ({frame.filename}, line {frame.lineno})"
     return summary
