@@ -10,9 +10,11 @@ from time import monotonic
 from types import TracebackType
 from typing import Any, Self
 
+import trio
+
 from trio_wow.adapters.sqlite._database import CommitError, Database
 from trio_wow.adapters.sqlite._lane import Lane
-from trio_wow.errors import AppendOutcomeUnknownError, DuplicateRequestIdError, VersionConflictError
+from trio_wow.errors import AppendOutcomeUnknownError, DuplicateRequestIdError, SerializationError, VersionConflictError
 from trio_wow.eventsourcing import RecordedStream, Snapshot
 from trio_wow.messages import AggregateId, DomainEventStream, Serializer
 from trio_wow.runtime import RuntimeContext
@@ -107,7 +109,12 @@ class SqliteStore:
 
     async def append(self, stream: DomainEventStream) -> None:
         """See `EventStore.append`."""
-        row = (*_key(stream.aggregate_id), stream.version, stream.request_id, self._serializer.dump_stream(stream))
+        try:
+            data = self._serializer.dump_stream(stream)
+        except SerializationError:
+            await trio.lowlevel.checkpoint()
+            raise
+        row = (*_key(stream.aggregate_id), stream.version, stream.request_id, data)
         await self._writes.run(partial(self._append, monotonic(), stream, row))
 
     async def load(
