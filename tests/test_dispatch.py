@@ -51,11 +51,12 @@ from trio_wow.errors import (
     HandlerExitError,
     RuntimeStateError,
     ShutdownDeadlineError,
+    StoreLockedError,
     VersionConflictError,
 )
 from trio_wow.eventsourcing import InMemoryEventStore
 from trio_wow.execution import KeyedExecutor
-from trio_wow.messages import CommandError, DomainEventStream, Serializer
+from trio_wow.messages import AggregateId, CommandError, DomainEventStream, Serializer
 from trio_wow.runtime import Runtime
 
 
@@ -166,6 +167,48 @@ class TestCommands:
             again = await gateway.send_and_wait(Refuse("a"), request_id="r")
             assert again.error is not None
             assert again.error.code == "DuplicateRequestIdError"
+
+    async def test_a_request_that_another_process_stores_meanwhile_is_a_duplicate(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        class Late(InMemoryEventStore):
+            asked = 0
+
+            async def load_request(self, aggregate_id: AggregateId, request_id: str) -> DomainEventStream | None:
+                self.asked += 1
+                return await super().load_request(aggregate_id, request_id) if self.asked > 1 else None
+
+        domain, steps = Domain([Chain]), Steps()
+        app = App(domain, [steps], store=Late(domain.serializer))
+        message = domain.command_message(Step("a"))
+        async with serving(app) as gateway:
+            await app.store.append(
+                DomainEventStream(
+                    aggregate_id=message.aggregate_id, version=1, events=[Stepped(7)], command_id="c", request_id="r"
+                )
+            )
+            result = await gateway.send_and_wait(Step("a", 8), request_id="r")
+        assert result.version == 1
+        assert result.error is not None
+        assert result.error.code == "DuplicateRequestIdError"
+        assert steps.of == {"a": [7]}
+        assert not caplog.records
+
+    async def test_a_store_that_cannot_be_used_is_told_without_a_traceback(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        class Locked(InMemoryEventStore):
+            async def append(self, stream: DomainEventStream) -> None:
+                raise StoreLockedError("here", "is locked")
+
+        domain = Domain([Chain])
+        async with serving(App(domain, store=Locked(domain.serializer))) as gateway:
+            result = await gateway.send_and_wait(Step("a"))
+        assert result.error is not None
+        assert result.error.undecided
+        (record,) = caplog.records
+        assert record.getMessage() == "Step for chains.chain/a failed: here: is locked"
+        assert not record.exc_info
 
     async def test_another_tenant_is_refused(self) -> None:
         app = App([Chain])

@@ -13,6 +13,7 @@ from trio_wow.errors import (
     AppendOutcomeUnknownError,
     CommandRejectedError,
     DuplicateRequestIdError,
+    StoreError,
     TenantMismatchError,
 )
 from trio_wow.eventsourcing import AggregateRepository, EventStore
@@ -71,11 +72,14 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
         error: Exception | None = None
         try:
             stream = await self._stored(message)
-            if stream is not None:
-                error = DuplicateRequestIdError(message.aggregate_id, message.request_id, stream.version)
+            if stream is None:
+                try:
+                    state = await self._decide_and_append(message)
+                    stream = None if state is None else state.stream
+                except DuplicateRequestIdError as raised:  # another process has stored it meanwhile
+                    stream, error = await self._stored(message), raised
             else:
-                state = await self._decide_and_append(message)
-                stream = None if state is None else state.stream
+                error = DuplicateRequestIdError(message.aggregate_id, message.request_id, stream.version)
         except Exception as raised:
             _log_failure(message, raised)
             stream, error = None, raised
@@ -154,5 +158,7 @@ def _log_failure(message: CommandMessage, error: Exception) -> None:
     name = type(message.body).__name__
     if isinstance(error, CommandRejectedError):
         _log.debug("%s for %s was refused: %s", name, message.aggregate_id, error)
+    elif isinstance(error, StoreError):  # no fault of the program, and the same for many commands
+        _log.warning("%s for %s failed: %s", name, message.aggregate_id, error)
     else:
         _log.warning("%s for %s failed", name, message.aggregate_id, exc_info=error)
