@@ -3,11 +3,14 @@
 import os
 import sqlite3
 from collections.abc import Callable, Sequence
+from contextvars import copy_context
 from functools import partial
 from math import inf
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+import trio
 
 from trio_wow.adapters.sqlite._database import CommitError, Database
 from trio_wow.adapters.sqlite._lane import Lane
@@ -71,7 +74,7 @@ class SqliteStore:
         name = os.fspath(path)
         if not name or name == ":memory:" or "\0" in name:
             raise ValueError(f"path must name a file, not {name!r}; for a store in memory use InMemoryEventStore")
-        self.path = Path(name)
+        self.path = Path(name).absolute()  # the same file after a change of the working folder
         self._serializer = serializer
         # Reads do not wait for writes: in WAL mode a second connection sees what is committed.
         self._writer = Database(self.path, busy_timeout, writes=True)
@@ -90,10 +93,12 @@ class SqliteStore:
     async def aclose(self) -> None:
         """Close the file once what was asked for before is done. Idempotent; a later use opens it again.
 
-        Cancellation: it may still be open.
+        Cancellation: it is closed all the same.
         """
-        await self._reads.run(self._reader.close)
-        await self._writes.run(self._writer.close)
+        with trio.CancelScope(shield=True):
+            await self._reads.run(self._reader.close)
+            await self._writes.run(self._writer.close)
+        await trio.lowlevel.checkpoint_if_cancelled()
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -106,7 +111,12 @@ class SqliteStore:
 
     async def append(self, stream: DomainEventStream) -> None:
         """See `EventStore.append`."""
-        row = (*_key(stream.aggregate_id), stream.version, stream.request_id, self._serializer.dump_stream(stream))
+        try:
+            data = self._serializer.dump_stream(stream)
+        except Exception:
+            await trio.lowlevel.checkpoint()  # this method is one, however it ends
+            raise
+        row = (*_key(stream.aggregate_id), stream.version, stream.request_id, data)
         await self._writes.run(partial(self._append, stream, row))
 
     async def load(
@@ -160,8 +170,8 @@ class SqliteStore:
     async def discard_snapshot(self, snapshot: Snapshot) -> None:
         """See `SnapshotStore.discard_snapshot`."""
         await self._execute(
-            f"DELETE FROM wow_snapshots {_WHERE} AND version = ? AND stream_id = ?",  # noqa: S608
-            (*_key(snapshot.aggregate_id), snapshot.version, snapshot.stream_id),
+            f"DELETE FROM wow_snapshots {_WHERE} AND version = ? AND stream_id = ? AND revision = ? AND data = ?",  # noqa: S608
+            (*_key(snapshot.aggregate_id), snapshot.version, snapshot.stream_id, snapshot.revision, snapshot.data),
         )
 
     async def load_checkpoint(self, processor: str) -> int:
@@ -189,8 +199,13 @@ class SqliteStore:
         work: Callable[[sqlite3.Connection], object],
     ) -> bool:
         """See `CheckpointStore.handle_once`. The transaction is a `sqlite3.Connection`."""
+        context = copy_context()  # the thread has that of whoever leads the lane
+
+        def in_context(connection: sqlite3.Connection) -> object:
+            return context.run(work, connection)
+
         return await self._writes.run(
-            partial(self._handle_once, processor, _key(aggregate_id), version, position, work)
+            partial(self._handle_once, processor, _key(aggregate_id), version, position, in_context)
         )
 
     async def prepare(self, context: RuntimeContext, /) -> None:  # noqa: ARG002 - needs nothing of the runtime
