@@ -1,9 +1,8 @@
-"""The laws of event stores, for each of them, and of rebuilding aggregates."""
+"""The laws of event stores, shown by the memory store, and of rebuilding aggregates."""
 
 import math
 import types
-from collections.abc import AsyncIterator, Callable, Coroutine, Generator
-from pathlib import Path
+from collections.abc import Callable, Coroutine, Generator
 from typing import Any
 
 import attrs
@@ -14,7 +13,6 @@ from attrs import define, evolve, frozen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trio_wow.adapters.sqlite import SqliteStore
 from trio_wow.domain import Domain, aggregate, aggregate_model, on_command, on_sourcing
 from trio_wow.errors import (
     AggregateNotReadableError,
@@ -118,13 +116,9 @@ def domain() -> Domain:
     return Domain([Order, Cart])
 
 
-@pytest.fixture(params=["memory", "sqlite"])
-async def store(request: pytest.FixtureRequest, domain: Domain, tmp_path: Path) -> AsyncIterator[EventStore]:
-    if request.param == "memory":
-        yield InMemoryEventStore(domain.serializer)
-    else:
-        async with SqliteStore(tmp_path / "events.db", domain.serializer) as store:
-            yield store
+@pytest.fixture
+def store(domain: Domain) -> EventStore:
+    return InMemoryEventStore(domain.serializer)
 
 
 async def read_from(store: EventStore, after: int) -> list[DomainEventStream]:

@@ -1,18 +1,29 @@
-"""The SQLite store on real files: what it promises beyond the laws of every event store."""
+"""The SQLite store, over real files: its contracts, what other processes do to it, and what disks do."""
 
+import contextvars
 import os
+import resource
 import signal
 import sqlite3
+import tempfile
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import test_eventsourcing as laws
+import test_snapshots
 import trio
-from chain_domain import Chain, Step, Stepped
-from support import PythonProcess
+import trio.testing
+from attrs import evolve
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import PythonProcess, collect
+from test_eventsourcing import CART, A, B, Paid, Place, Placed, cancelled_at, everything, stream
 from trio.testing import wait_all_tasks_blocked
 
 from trio_wow import App, DomainEvent, on_event, projection
@@ -22,35 +33,34 @@ from trio_wow.domain import Domain
 from trio_wow.errors import (
     AppendOutcomeUnknownError,
     DuplicateRequestIdError,
+    InvalidIdentifierError,
     StoreError,
     StoreFormatError,
     StoreFullError,
     StoreLockedError,
+    StoreReadOnlyError,
     StoreVersionError,
     VersionConflictError,
+    WowError,
 )
-from trio_wow.eventsourcing import CheckpointStore, Snapshot, SnapshotStore
+from trio_wow.eventsourcing import (
+    AggregateRepository,
+    CheckpointStore,
+    EventStore,
+    InMemoryEventStore,
+    InMemorySnapshotStore,
+    Snapshot,
+    SnapshotStore,
+)
 from trio_wow.messages import AggregateId, DomainEventStream
 from trio_wow.runtime import RuntimeComponent
 
-DOMAIN = Domain([Chain])
-TESTS = Path(__file__).parent
-
-posix = pytest.mark.skipif(os.name != "posix", reason="needs signals, users and permissions as POSIX has them")
+DOMAIN = Domain([laws.Order, laws.Cart])
 
 
-def chain(id: str = "a") -> AggregateId:
-    return AggregateId("chains", "chain", id)
-
-
-def stepped(version: int, id: str = "a", *, request: str | None = None, number: int = 0) -> DomainEventStream:
-    return DomainEventStream(
-        aggregate_id=chain(id),
-        version=version,
-        events=[Stepped(number)],
-        command_id="c",
-        request_id=request or f"request {version}",
-    )
+@pytest.fixture
+def domain() -> Domain:
+    return DOMAIN
 
 
 @pytest.fixture
@@ -64,805 +74,1302 @@ async def store(path: Path) -> AsyncIterator[SqliteStore]:
         yield store
 
 
-def query(path: Path, statement: str) -> list[tuple[Any, ...]]:
-    connection = sqlite3.connect(path)
-    try:
-        return connection.execute(statement).fetchall()
-    finally:
-        connection.close()
-
-
-class Hooked(sqlite3.Connection):
-    """A connection that calls `hook` with each statement before it runs it."""
-
-    hook: Callable[["Hooked", str], object] | None = None
-
-    def execute(self, sql: str, *arguments: Any) -> sqlite3.Cursor:
-        if Hooked.hook is not None:
-            Hooked.hook(self, sql)
-        return super().execute(sql, *arguments)
-
-
 @pytest.fixture
-def hooked(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hooked]]:
-    monkeypatch.setattr(sqlite3, "connect", partial(sqlite3.connect, factory=Hooked))
-    yield Hooked
-    Hooked.hook = None
+def repository(store: SqliteStore) -> AggregateRepository:
+    return AggregateRepository(DOMAIN, store)
 
 
-class TestFile:
-    async def test_it_is_all_three_stores_and_a_component(self, store: SqliteStore) -> None:
+def order(id: object) -> AggregateId:
+    return AggregateId("shop", "order", str(id))
+
+
+def rows(path: Path, query: str, *parameters: object) -> list[Any]:
+    """Ask the file itself, beside the store."""
+    with closing(sqlite3.connect(path)) as connection:
+        return connection.execute(query, parameters).fetchall()
+
+
+def stored(path: Path) -> list[tuple[str, int]]:
+    return rows(path, "SELECT id, version FROM wow_streams ORDER BY position")
+
+
+@contextmanager
+def write_lock(path: Path) -> Iterator[None]:
+    """Hold the file's write lock with a connection of somebody else."""
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute("BEGIN IMMEDIATE")
+        yield
+        connection.execute("ROLLBACK")
+
+
+Hook = Callable[[sqlite3.Connection, str], object]
+
+
+def hook(
+    monkeypatch: pytest.MonkeyPatch, *, before: Hook = lambda *_: None, after: Hook = lambda *_: None
+) -> Callable[..., sqlite3.Connection]:
+    """Call functions around each statement of connections opened from now on. Returns the real `connect`."""
+    connect = sqlite3.connect
+
+    class Hooked(sqlite3.Connection):
+        def execute(self, sql: str, *parameters: Any) -> sqlite3.Cursor:
+            before(self, sql)
+            cursor = super().execute(sql, *parameters)
+            after(self, sql)
+            return cursor
+
+    monkeypatch.setattr(sqlite3, "connect", partial(connect, factory=Hooked))
+    return connect
+
+
+def is_insert(sql: str) -> bool:
+    return sql.lstrip().startswith("INSERT INTO wow_streams")
+
+
+def sqlite_error(name: str) -> sqlite3.OperationalError:
+    error = sqlite3.OperationalError("disk I/O error")
+    error.sqlite_errorname = name
+    return error
+
+
+def child(function: Callable[..., None], *arguments: object) -> PythonProcess:
+    """Run a function of this module in another process."""
+    code = f"import sys, test_sqlite_store; test_sqlite_store.{function.__name__}(*sys.argv[1:])"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "PYTHONUNBUFFERED": "1"}
+    return PythonProcess("-W", "error", "-c", code, *map(str, arguments), env=environment)
+
+
+def succeed(process: PythonProcess) -> str:
+    code, output, errors = process.finish()
+    assert code == 0, errors
+    return output
+
+
+def kill_self() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class TestAppend(laws.TestAppend):
+    pass
+
+
+class TestLoad(laws.TestLoad):
+    pass
+
+
+class TestReadAll(laws.TestReadAll):
+    test_store_agrees_with_a_simple_model = None  # type: ignore[assignment]  # see TestAgreement
+
+
+class TestRepository(laws.TestRepository):
+    pass
+
+
+class TestHistory(laws.TestHistory):
+    @pytest.fixture
+    async def store(self, path: Path) -> AsyncIterator[Any]:
+        async with SqliteStore(path, Domain([laws.aggregate_of("Some", laws.OrderPlaced)]).serializer) as store:
+            for aggregate_id, version in ((A, 1), (B, 1), (A, 2), (A, 3)):
+                await store.append(stream(aggregate_id, version, laws.OrderPlaced(1)))
+            yield store
+
+
+class TestCancelledCalls(laws.TestCancellation):
+    test_cancelled_append_has_stored_the_stream_whole_or_not_at_all = None  # type: ignore[assignment]  # see below
+
+
+class TestNoSharedObjects(laws.TestNoSharedObjects):
+    test_two_stores_share_nothing = None  # type: ignore[assignment]
+
+
+class TestFs17History(laws.TestFs17History):
+    @pytest.fixture(autouse=True)
+    def _in(self, path: Path) -> None:
+        self.path = path
+
+    async def migrated(self, before: Domain, after: Domain, *streams: DomainEventStream) -> EventStore:
+        async with SqliteStore(self.path, before.serializer) as store:
+            for each in streams:
+                await store.append(each)
+        # Not closed by anybody: it opens nothing that the test's own store does not close.
+        return _ClosingStore(self.path, laws.Migrating(before.serializer, after.serializer))
+
+
+class _ClosingStore(SqliteStore):
+    """Closes its file after each call."""
+
+    async def append(self, stream: DomainEventStream) -> None:
+        async with self:
+            await super().append(stream)
+
+    async def _fetch(self, query: str, parameters: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+        async with self:
+            return await super()._fetch(query, parameters)
+
+
+class TestContracts:
+    async def test_it_is_all_kinds_of_store_and_a_component(self, store: SqliteStore) -> None:
+        def is_event_store(_: EventStore) -> None: ...
+
+        is_event_store(store)
         assert isinstance(store, SnapshotStore)
         assert isinstance(store, CheckpointStore)
         assert isinstance(store, RuntimeComponent)
 
-    async def test_the_file_is_in_wal_mode_and_every_commit_is_on_the_disk(
-        self, path: Path, hooked: type[Hooked]
-    ) -> None:
-        connections: list[sqlite3.Connection] = []
-        hooked.hook = lambda connection, _: connections.append(connection)
-        async with SqliteStore(path, DOMAIN.serializer) as store:
-            await store.append(stepped(1))
-            hooked.hook = None
-            for connection in dict.fromkeys(connections):
-                assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
-                assert connection.execute("PRAGMA synchronous").fetchone() == (2,)
-
-    async def test_nothing_happens_before_it_is_used(self, path: Path) -> None:
-        store = SqliteStore(path, DOMAIN.serializer)
-        assert repr(store) == f"<SqliteStore {str(path)!r}>"
-        await store.aclose()
-        assert not path.exists()
-
-    async def test_closing_is_idempotent_and_a_later_use_opens_again(self, path: Path) -> None:
-        store = SqliteStore(str(path), DOMAIN.serializer)
-        await store.append(stepped(1))
-        for _ in range(2):
-            await store.aclose()
-        assert sorted(each.name for each in path.parent.iterdir()) == ["events.db"]
-        await store.append(stepped(2))
-        assert [each.version for each in await store.load(chain())] == [1, 2]
-        await store.aclose()
-
-    async def test_a_runtime_opens_and_closes_it(self, path: Path) -> None:
-        store = SqliteStore(path, DOMAIN.serializer)
-        app = App(DOMAIN, store=store)
-        async with app.serving(app.runtime(signals=False, shutdown_quiet_period=0)) as gateway:
-            assert path.exists()
-            await gateway.send_and_wait(Step("a"))
-        assert not path.with_name("events.db-wal").exists()
-
-    async def test_a_file_that_is_no_store_fails_the_start(self, path: Path) -> None:
-        path.write_text("no database\n" * 100)
-        app = App(DOMAIN, store=SqliteStore(path, DOMAIN.serializer))
-        with pytest.raises(StoreFormatError):
-            await app.runtime(signals=False).serve()
-
-    async def test_a_program_has_tables_of_its_own_in_the_file(self, path: Path) -> None:
-        connection = sqlite3.connect(path)
-        connection.executescript("CREATE TABLE mine (id); INSERT INTO mine VALUES (1); PRAGMA user_version = 7")
-        connection.close()
-        async with SqliteStore(path, DOMAIN.serializer) as store:
-            await store.append(stepped(1))
-        assert query(path, "SELECT id FROM mine") == [(1,)]
-        assert query(path, "PRAGMA user_version") == [(7,)]
-
-    @pytest.mark.parametrize("path", ["", ":memory:", "a\0b"])
-    def test_a_path_that_names_no_file_is_refused(self, path: str) -> None:
-        with pytest.raises(ValueError, match="path must name a file"):
-            SqliteStore(path, DOMAIN.serializer)
-
     @pytest.mark.parametrize("timeout", [0, -1, float("inf"), float("nan")])
-    def test_a_busy_timeout_out_of_its_range_is_refused(self, path: Path, timeout: float) -> None:
-        with pytest.raises(ValueError, match="busy_timeout must be a positive number of seconds"):
+    def test_busy_timeout_out_of_range_is_refused(self, path: Path, timeout: float) -> None:
+        with pytest.raises(ValueError, match="busy_timeout must be"):
             SqliteStore(path, DOMAIN.serializer, busy_timeout=timeout)
 
-    async def test_positions_are_never_given_again(self, path: Path) -> None:
+    @pytest.mark.parametrize("name", ["", ":memory:", "a\0b"])
+    def test_path_that_names_no_file_is_refused(self, name: str) -> None:
+        with pytest.raises(ValueError, match="must name a file"):
+            SqliteStore(name, DOMAIN.serializer)
+
+    async def test_what_is_stored_is_there_after_reopening(self, path: Path) -> None:
+        first = stream(evolve(A, tenant="acme"), 1, headers={"user": "ann"})
+        async with SqliteStore(path, DOMAIN.serializer) as one:
+            await one.append(first)
+        async with SqliteStore(path, DOMAIN.serializer) as other:
+            assert await other.load(A) == [first]
+            assert (await other.load(A))[0].aggregate_id.tenant == "acme"
+            with pytest.raises(DuplicateRequestIdError):
+                await other.append(first)
+
+    async def test_the_file_is_in_wal_mode_and_each_commit_is_synced(self, store: SqliteStore, path: Path) -> None:
+        assert rows(path, "PRAGMA journal_mode") == [("wal",)]
+        assert store._writer.open().execute("PRAGMA synchronous").fetchone() == (2,)
+
+    async def test_a_store_that_was_taken_out_of_wal_mode_is_put_back(self, path: Path) -> None:
         async with SqliteStore(path, DOMAIN.serializer) as store:
-            for version in (1, 2):
-                await store.append(stepped(version))
-        connection = sqlite3.connect(path, isolation_level=None)
-        connection.execute("DELETE FROM wow_streams WHERE version = 2")
-        connection.close()
+            await store.append(stream(A, 1))
+        assert rows(path, "PRAGMA journal_mode = DELETE") == [("delete",)]
         async with SqliteStore(path, DOMAIN.serializer) as store:
-            await store.append(stepped(2))
-            assert [each.position for each in await store.read_all(0, 9)] == [1, 3]
+            assert len(await store.load(A)) == 1
+            assert rows(path, "PRAGMA journal_mode") == [("wal",)]
 
+    async def test_versions_of_one_position(self, store: SqliteStore) -> None:
+        for each in (stream(A, 1), stream(B, 1), stream(A, 2)):
+            await store.append(each)
+        assert [await store.version_at(A, position) for position in range(5)] == [0, 1, 1, 2, 2]
+        assert await store.version_at(CART, 3) == 0
 
-class TestErrors:
-    """Each leaves the file as it was, and the store usable."""
+    async def test_fs18_newer_snapshot_remains(self, store: SqliteStore) -> None:
+        def at(version: int, data: bytes = b"{}") -> Snapshot:
+            return Snapshot(A, version, f"stream {version}", 3, data)
 
-    async def raises(self, path: Path, error: type[StoreError], match: str) -> StoreError:
-        raised: list[StoreError] = []
-        store = SqliteStore(path, DOMAIN.serializer, busy_timeout=0.05)
-        calls: list[Callable[[], Any]] = [
-            store.open,
-            partial(store.append, stepped(1)),
-            partial(store.load, chain()),
-            partial(store.read_all, 0, 9),
-            partial(store.load_snapshot, chain()),
-            partial(store.save_checkpoint, "p", 1),
-        ]
-        for call in calls:
-            with pytest.raises(error, match=match) as caught:
-                await call()
-            raised.append(caught.value)
-        await store.aclose()
-        for each in raised:
-            assert type(each) is error
-            assert each.store == str(path)
-            assert str(path) in str(each)
-            assert each.retryable is (error is StoreLockedError)
-        return raised[0]
+        assert await store.load_snapshot(A) is None
+        await store.save_snapshot(at(10))
+        await store.save_snapshot(at(9))
+        await store.save_snapshot(at(10, b"other"))
+        assert await store.load_snapshot(A) == at(10)
+        await store.save_snapshot(at(11))
+        assert await store.load_snapshot(A) == at(11)
+        assert await store.load_snapshot(B) is None
+        await store.discard_snapshot(at(10))
+        assert await store.load_snapshot(A) == at(11)
+        await store.discard_snapshot(at(11))
+        assert await store.load_snapshot(A) is None
+        await store.discard_snapshot(at(11))
 
-    async def test_a_text_file(self, path: Path) -> None:
-        path.write_text("no database\n" * 100)
-        await self.raises(path, StoreFormatError, "it is no SQLite database, or a damaged one")
-        assert path.read_text() == "no database\n" * 100
+    async def test_checkpoint_never_goes_back(self, store: SqliteStore) -> None:
+        assert await store.load_checkpoint("mails") == 0
+        for position, kept in ((5, 5), (3, 5), (5, 5), (9, 9)):
+            await store.save_checkpoint("mails", position)
+            assert await store.load_checkpoint("mails") == kept
+        assert await store.load_checkpoint("Mails") == 0
 
-    async def test_a_folder(self, path: Path) -> None:
-        path.mkdir()
-        await self.raises(path, StoreFormatError, "it is a folder, not a file")
-
-    async def test_a_folder_that_is_not_there(self, path: Path) -> None:
-        await self.raises(path / "none" / "x.db", StoreError, "there is no folder .*; make it first")
-
-    async def test_a_newer_schema(self, path: Path) -> None:
-        async with SqliteStore(path, DOMAIN.serializer):
-            pass
-        connection = sqlite3.connect(path, isolation_level=None)
-        connection.execute("UPDATE wow_schema SET version = 2")
-        connection.close()
-        error = await self.raises(
-            path, StoreVersionError, "its schema has version 2; .* reads up to 1: install a newer"
-        )
-        assert isinstance(error, StoreVersionError)
-        assert (error.found, error.known) == (2, 1)
-
-    @pytest.mark.parametrize("version", ["NULL", "'x'"])
-    async def test_a_schema_table_of_somebody_else(self, path: Path, version: str) -> None:
-        connection = sqlite3.connect(path)
-        connection.executescript(f"CREATE TABLE wow_schema (version); INSERT INTO wow_schema VALUES ({version})")
-        connection.close()
-        await self.raises(path, StoreFormatError, "its schema version is .*; this is no store")
-
-    async def test_tables_that_are_gone(self, path: Path) -> None:
+    async def test_users_own_tables_may_be_in_the_file(self, path: Path) -> None:
+        with closing(sqlite3.connect(path)) as connection:
+            connection.executescript("CREATE TABLE streams (id); INSERT INTO streams VALUES ('mine')")
         async with SqliteStore(path, DOMAIN.serializer) as store:
-            connection = sqlite3.connect(path)
-            connection.executescript("DROP TABLE wow_streams; DROP TABLE wow_snapshots")
-            connection.close()
-            for call in (store.append(stepped(1)), store.load(chain()), store.load_snapshot(chain())):
-                with pytest.raises(StoreFormatError, match="its tables are not what they should be"):
-                    await call
+            await store.append(stream(A, 1))
+            assert await everything(store) == await store.load(A)
+        assert rows(path, "SELECT id FROM streams") == [("mine",)]
+        tables = [name for (name,) in rows(path, "SELECT tbl_name FROM sqlite_master WHERE type = 'table'")]
+        assert all(name.startswith(("wow_", "sqlite_")) for name in tables if name != "streams")
 
-    async def test_a_damaged_file(self, path: Path) -> None:
-        async with SqliteStore(path, DOMAIN.serializer) as store:
-            for version in range(1, 200):
-                await store.append(stepped(version))
-        data = bytearray(path.read_bytes())
-        data[4096:-4096] = b"\xa5" * (len(data) - 8192)
-        path.write_bytes(data)
-        damaged = SqliteStore(path, DOMAIN.serializer)
-        with pytest.raises(StoreFormatError, match="it is no SQLite database, or a damaged one"):
-            await damaged.read_all(0, 1000)
-        await damaged.aclose()
+    async def test_fs15_one_scope_for_request_ids_and_duplicates_win(self, store: SqliteStore) -> None:
+        for each in (A, B, CART):
+            await store.append(stream(each, 1, Paid(1), request_id="r1"))
+        for version in (1, 2, 7):
+            with pytest.raises(DuplicateRequestIdError) as caught:
+                await store.append(stream(A, version, Paid(1), request_id="r1"))
+            assert caught.value.version == 1
 
-    async def test_a_disk_that_is_full(self, path: Path, hooked: type[Hooked]) -> None:
-        writers: list[sqlite3.Connection] = []
-        hooked.hook = lambda connection, sql: writers.append(connection) if sql == "BEGIN IMMEDIATE" else None
-        async with SqliteStore(path, DOMAIN.serializer) as store:
-            await store.append(stepped(1))
-            hooked.hook = None
-            writer = writers[-1]
-            (pages,) = writer.execute("PRAGMA page_count").fetchone()
-            writer.execute(f"PRAGMA max_page_count = {pages}")
-            version = 1
-            with pytest.raises(StoreFullError, match="there is no room left on its disk"):
-                while True:
-                    await store.append(stepped(version + 1))
-                    version += 1
-            assert len(await store.load(chain())) == version
-            assert not writer.in_transaction
-            writer.execute("PRAGMA max_page_count = 100000")
-            await store.append(stepped(version + 1))
-            assert len(await store.load(chain())) == version + 1
+    async def test_fs15_two_processes_worth_of_writers_at_one_version(self, path: Path) -> None:
+        async with SqliteStore(path, DOMAIN.serializer) as one, SqliteStore(path, DOMAIN.serializer) as other:
+            outcomes: list[BaseException | None] = []
+            async with trio.open_nursery() as nursery:
+                for n, each in enumerate((one, other)):
+                    nursery.start_soon(collect, partial(each.append, stream(A, 1, request_id=f"r{n}")), outcomes)
+            (conflict,) = filter(None, outcomes)
+            assert isinstance(conflict, VersionConflictError)
+            assert (conflict.aggregate_id, conflict.expected, conflict.actual) == (A, 0, 1)
 
-    @posix
-    @pytest.mark.parametrize("which", ["file", "folder"])
-    def test_what_may_not_be_written(self, path: Path, which: str) -> None:
-        """In a process that is not root, for whom nothing is read-only."""
-        program = """
-import os, sys, trio
-path, which = sys.argv[1:]
-from chain_domain import Chain
-from test_sqlite_store import DOMAIN, chain, stepped
-from trio_wow.adapters.sqlite import SqliteStore
-from trio_wow.errors import StoreReadOnlyError
+    ODD = ("a/b", "..", "%2F", "a:b", "1", "01", "A", "a", "\u00e9", "e\u0301", "\U0001f600" * 50, "x" * 512, "'; --")
 
-async def main():
-    store = SqliteStore(path, DOMAIN.serializer)
-    if which == "file":
-        print(len(await store.load(chain())))
-    try:
-        await store.append(stepped(2))
-    except StoreReadOnlyError as error:
-        print("read-only", error)
-    await store.aclose()
+    async def test_fs16_odd_ids_and_requests_stay_apart(self, store: SqliteStore) -> None:
+        ids = [AggregateId("shop", name, id) for name in ("order", "cart", "order-a") for id in self.ODD]
+        for n, each in enumerate(ids):
+            await store.append(stream(each, 1, Placed(each.id), id=str(n), request_id=each.id))
+        for n, each in enumerate(ids):
+            (loaded,) = await store.load(each)
+            assert (loaded.aggregate_id, loaded.id, loaded.events) == (each, str(n), (Placed(each.id),))
+            assert await store.load_request(each, each.id) == loaded
+        for refused in ("", " ", "a\x00b", "\ud800", "x" * 6000):
+            with pytest.raises(InvalidIdentifierError):
+                order(refused)
 
-if os.getuid() == 0:
-    os.setgid(65534)
-    os.setuid(65534)
-trio.run(main)
-"""
-        folder = path.parent
-        if which == "file":
+    @pytest.mark.parametrize("value", ["\x00", 2**63, 2**64 - 1, -(2**63), "\u00e9", "e\u0301", 1e308, None], ids=ascii)
+    async def test_fs16_odd_values_come_back(self, store: SqliteStore, value: Any) -> None:
+        await store.append(stream(A, 1, Placed(value)))
+        assert (await store.load(A))[0].events == (Placed(value),)
 
-            async def fill() -> None:
-                async with SqliteStore(path, DOMAIN.serializer) as store:
-                    await store.append(stepped(1))
 
-            trio.run(fill)
-            path.chmod(0o444)
-            folder.chmod(0o777)
-        else:
-            folder.chmod(0o555)
-        # Every folder above must let that user through.
-        opened = [each for each in folder.parents if each.stat().st_mode & 0o005 != 0o005]
-        modes = {each: each.stat().st_mode for each in opened}
-        for each in opened:
-            each.chmod(modes[each] | 0o005)
-        try:
-            driver = folder / "driver.py" if which == "file" else folder.parent / "driver.py"
-            driver.write_text(program)
-            driver.chmod(0o644)
-            environment = {**os.environ, "PYTHONPATH": str(TESTS), "PYTHONDONTWRITEBYTECODE": "1"}
-            with PythonProcess(driver, path, which, env=environment) as process:
-                code, output, errors = process.finish()
-        finally:
-            folder.chmod(0o755)
-            for each, mode in modes.items():
-                each.chmod(mode)
-        assert (code, errors) == (0, "")
-        lines = output.splitlines()
-        if which == "file":
-            assert lines.pop(0) == "1"
-        assert lines[0].startswith(f"read-only {path}: it cannot be ")
-
-    async def test_an_error_at_the_commit_leaves_the_outcome_open(self, path: Path, hooked: type[Hooked]) -> None:
-        def fail(connection: Hooked, sql: str) -> None:
-            if sql == "COMMIT" and Hooked.hook is not None:
-                Hooked.hook = None
-                if stored:
-                    connection.execute("COMMIT")
-                else:
-                    connection.execute("ROLLBACK")
-                error = sqlite3.OperationalError("disk I/O error")
-                error.sqlite_errorname = "SQLITE_IOERR_FSYNC"
-                error.sqlite_errorcode = 1034
-                raise error
-
-        async with SqliteStore(path, DOMAIN.serializer) as store:
-            for version, stored in ((1, True), (2, False)):
-                hooked.hook = fail
-                with pytest.raises(AppendOutcomeUnknownError, match=f"whether version {version} of chains.chain/a"):
-                    await store.append(stepped(version))
-                hooked.hook = None
-                assert (await store.load_request(chain(), f"request {version}") is not None) is stored
-            await store.append(stepped(2))
-
-    async def test_a_commit_that_has_certainly_failed_is_no_open_outcome(
-        self, path: Path, hooked: type[Hooked]
+class TestFs18Snapshots:
+    @pytest.mark.parametrize(
+        "harm",
+        [
+            "version = 8",
+            "stream_id = 'of another log'",
+            "revision = 9",
+            "data = CAST(substr(data, 1, 7) AS BLOB)",
+            "data = CAST('{}' AS BLOB)",
+        ],
+    )
+    async def test_snapshot_of_no_use_is_reported_once_and_replaced(
+        self, path: Path, caplog: pytest.LogCaptureFixture, harm: str
     ) -> None:
-        def full(connection: Hooked, sql: str) -> None:
-            if sql == "COMMIT":
-                Hooked.hook = None
-                error = sqlite3.OperationalError("database or disk is full")
-                error.sqlite_errorname = "SQLITE_FULL"
-                error.sqlite_errorcode = 13
-                raise error
+        a, domain = test_snapshots.A, test_snapshots.DOMAIN
+        async with SqliteStore(path, domain.serializer) as store:
+            app = App(domain, store=store)
+            async with app.serving(app.runtime(signals=False, shutdown_quiet_period=0)) as gateway:
+                for amount in range(1, 6):
+                    (await gateway.send_and_wait(test_snapshots.Add("a", amount))).raise_for_error()
+            assert rows(path, "SELECT version FROM wow_snapshots") == [(4,)]
+            with closing(sqlite3.connect(path)) as connection, connection:
+                connection.execute(f"UPDATE wow_snapshots SET {harm}")
+            for _ in range(2):
+                loaded = await app.repository.load(a)
+                assert (loaded.version, loaded.state.parts) == (5, [1, 2, 3, 4, 5])
+            assert len(caplog.records) == 1
+            async with app.serving(app.runtime(signals=False, shutdown_quiet_period=0)) as gateway:
+                (await gateway.send_and_wait(test_snapshots.Add("a", 6))).raise_for_error()
+            assert rows(path, "SELECT version FROM wow_snapshots") == [(6,)]
+            assert len(caplog.records) == 1
 
-        async with SqliteStore(path, DOMAIN.serializer) as store:
-            hooked.hook = full
-            with pytest.raises(StoreFullError):
-                await store.append(stepped(1))
-            assert await store.load(chain()) == []
-            await store.append(stepped(1))
+
+class TestAgreement:
+    NAMES = st.sampled_from("AB")
+    SMALL = st.integers(0, 4)
+    OPERATIONS = st.one_of(
+        st.tuples(st.just("append"), NAMES, st.integers(1, 5), st.integers(0, 6)),
+        st.tuples(st.just("load"), NAMES, st.integers(-1, 4), st.none() | st.integers(-1, 5)),
+        st.tuples(st.just("load_request"), NAMES, st.integers(0, 6)),
+        st.tuples(st.just("read_all"), st.integers(-1, 6), st.integers(0, 4)),
+        st.tuples(st.just("version_at"), NAMES, st.integers(-1, 8)),
+        st.tuples(st.sampled_from(["save_snapshot", "discard_snapshot"]), NAMES, SMALL, SMALL),
+        st.tuples(st.just("load_snapshot"), NAMES),
+        st.tuples(st.just("reopen")),
+    )
+
+    @settings(derandomize=True, deadline=None, max_examples=60)
+    @given(st.lists(OPERATIONS, max_size=25))
+    def test_it_agrees_with_the_memory_store(self, operations: list[tuple[Any, ...]]) -> None:
+        async def call(store: Any, snapshots: Any, operation: tuple[Any, ...]) -> object:
+            match operation:
+                case "append", name, version, request:
+                    same = {"id": str(version), "created_at": datetime(2026, 1, 1, tzinfo=UTC)}
+                    await store.append(stream(order(name), version, request_id=f"r{request}", **same))
+                case "load", name, after, until:
+                    return await store.load(order(name), after=after, until=until)
+                case "load_request", name, request:
+                    return await store.load_request(order(name), f"r{request}")
+                case "read_all", after, limit:
+                    return [
+                        (each.position, each.aggregate_id, each.version, each.stream)
+                        for each in await store.read_all(after, limit)
+                    ]
+                case "version_at", name, position:
+                    return await store.version_at(order(name), position)
+                case "load_snapshot", name:
+                    return await snapshots.load_snapshot(order(name))
+                case method, name, version, revision:
+                    await getattr(snapshots, method)(Snapshot(order(name), version, f"s{version}", revision, b"{}"))
+            return None
+
+        async def outcome(*arguments: Any) -> object:
+            try:
+                return await call(*arguments)
+            except WowError as error:
+                return type(error), str(error)
+
+        async def run(path: Path) -> None:
+            memory, snapshots = InMemoryEventStore(DOMAIN.serializer), InMemorySnapshotStore()
+            async with SqliteStore(path, DOMAIN.serializer) as store:
+                for operation in operations:
+                    if operation == ("reopen",):
+                        await store.aclose()
+                        continue
+                    told = await outcome(store, store, operation)
+                    expected = await outcome(memory, snapshots, operation)
+                    assert told == expected, operation
+                assert await everything(store) == await everything(memory)
+
+        with tempfile.TemporaryDirectory() as folder:
+            trio.run(run, Path(folder) / "events.db")
 
 
-APPENDING = """
-import sqlite3, sys, trio
-path, id, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
-from test_sqlite_store import DOMAIN, stepped
-from trio_wow.adapters.sqlite import SqliteStore
+def append_fifty(path: str, id: str) -> None:
+    """In a child: append 50 streams, and see before each insert that nobody else could get between."""
 
-async def main():
-    async with SqliteStore(path, DOMAIN.serializer) as store:
-        print("open", flush=True)
-        sys.stdin.readline()
-        for version in range(1, count + 1):
-            await store.append(stepped(version, id))
-            print(version, flush=True)
+    async def run() -> None:
+        with pytest.MonkeyPatch.context() as monkeypatch:
 
-trio.run(main)
-"""
+            def nobody_else_can_commit(_: sqlite3.Connection, sql: str) -> None:
+                if is_insert(sql):
+                    with closing(connect(path, timeout=0)) as foreign:
+                        with pytest.raises(sqlite3.OperationalError, match="locked"):
+                            foreign.execute("BEGIN IMMEDIATE")
+
+            connect = hook(monkeypatch, before=nobody_else_can_commit)
+            async with SqliteStore(path, DOMAIN.serializer, busy_timeout=60) as store:
+                print("ready")
+                for version in range(1, 51):
+                    await store.append(stream(order(id), version))
+
+    trio.run(run)
+
+
+def create(folder: str, id: str) -> None:
+    """In a child: create a file, which another process does too, again and again."""
+
+    async def run() -> None:
+        for n in range(10):
+            async with SqliteStore(Path(folder) / f"{n}.db", DOMAIN.serializer, busy_timeout=60) as store:
+                await store.append(stream(order(id), 1))
+
+    with (Path(folder) / "gate").open() as gate:
+        print("ready")
+        gate.read()
+    trio.run(run)
+
+
+def append_for_ever(path: str) -> None:
+    """In a child: append to some aggregates at once, and say what is stored."""
+
+    async def append(store: SqliteStore, id: str) -> None:
+        version = len(await store.load(order(id)))
+        while True:
+            version += 1
+            await store.append(stream(order(id), version, *map(Paid, range(20))))
+            print("stored", id, version)
+
+    async def run() -> None:
+        async with SqliteStore(path, DOMAIN.serializer) as store, trio.open_nursery() as nursery:
+            for id in "abcd":
+                nursery.start_soon(append, store, id)
+
+    trio.run(run)
+
+
+class TestProcesses:
+    async def test_fs14a_two_processes_append_without_a_lock_error(self, store: SqliteStore, path: Path) -> None:
+        with child(append_fifty, path, "a") as one, child(append_fifty, path, "b") as other:
+            with write_lock(path):
+                one.read_until("ready")
+                other.read_until("ready")
+            succeed(one)
+            succeed(other)
+        assert len(await everything(store)) == 100
+        for id in "ab":
+            assert [each.version for each in await store.load(order(id))] == list(range(1, 51))
+
+    async def test_two_processes_create_the_file_at_once(self, tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "gate")
+        gate = os.open(tmp_path / "gate", os.O_RDWR)
+        with child(create, tmp_path, "a") as one, child(create, tmp_path, "b") as other:
+            one.read_until("ready")
+            other.read_until("ready")
+            os.close(gate)
+            succeed(one)
+            succeed(other)
+        for n in range(10):
+            assert sorted(stored(tmp_path / f"{n}.db")) == [("a", 1), ("b", 1)]
+
+    async def test_sigkill_leaves_whole_streams_without_a_gap(self, path: Path) -> None:
+        for lines in (1, 7, 40):
+            with child(append_for_ever, path) as process:
+                seen = [process.read_until("stored").split() for _ in range(lines)]
+                process.send(signal.SIGKILL)
+                assert process.finish()[0] == -signal.SIGKILL
+            async with SqliteStore(path, DOMAIN.serializer) as store:
+                for id in "abcd":
+                    streams = await store.load(order(id))
+                    assert [each.version for each in streams] == list(range(1, len(streams) + 1))
+                    assert all(len(each.events) == 20 for each in streams)
+                    assert len(streams) >= max((int(line[2]) for line in seen if line[1] == id), default=0)
+                assert rows(path, "PRAGMA integrity_check") == [("ok",)]
 
 
 class TestLocks:
-    """FS-14."""
+    async def test_fs14b_lock_that_is_held_too_long_is_a_typed_error(self, path: Path) -> None:
+        ticks = 0
 
-    async def test_fs14_a_between_looking_and_writing_nobody_else_can_commit(
-        self, path: Path, hooked: type[Hooked]
-    ) -> None:
-        """Another writer tries at each step of an append, and gets its turn before or after, never in between."""
-        async with SqliteStore(path, DOMAIN.serializer) as store:
-            other = SqliteStore(path, DOMAIN.serializer, busy_timeout=0.01)
-            await other.open()
-            outcomes = []
+        async def tick() -> None:
+            nonlocal ticks
+            while True:
+                await trio.sleep(0.005)
+                ticks += 1
 
-            def try_too(connection: Hooked, sql: str) -> None:
-                if sql.lstrip().startswith("INSERT INTO wow_streams"):
-                    Hooked.hook = None
-                    try:
-                        trio.from_thread.run(other.append, stepped(1, "a", request="theirs"))
-                    except StoreLockedError:
-                        outcomes.append("locked")
-
-            hooked.hook = try_too
-            await store.append(stepped(1, "a", request="ours"))
-            assert outcomes == ["locked"]
-            with pytest.raises(VersionConflictError):
-                await other.append(stepped(1, "a", request="theirs"))
-            await other.aclose()
-
-    @posix
-    def test_fs14_a_two_processes_append_fifty_each(self, path: Path) -> None:
-        environment = {**os.environ, "PYTHONPATH": str(TESTS)}
-        driver = path.with_name("driver.py")
-        driver.write_text(APPENDING.replace("sys.stdin.readline()", "pass"))
-        with (
-            PythonProcess(driver, path, "a", "50", env=environment) as first,
-            PythonProcess(driver, path, "b", "50", env=environment) as second,
-        ):
-            assert (first.finish()[0], second.finish()[0]) == (0, 0)
-        assert query(path, "SELECT id, count(*), max(version) FROM wow_streams GROUP BY id ORDER BY id") == [
-            ("a", 50, 50),
-            ("b", 50, 50),
-        ]
-
-    async def test_fs14_b_a_lock_that_is_held_too_long_is_a_typed_error_and_the_loop_goes_on(self, path: Path) -> None:
-        async with SqliteStore(path, DOMAIN.serializer, busy_timeout=0.3) as store:
-            foreign = sqlite3.connect(path, isolation_level=None)
-            foreign.execute("BEGIN IMMEDIATE")
-            ticks = 0
-
-            async def tick() -> None:
-                nonlocal ticks
-                while True:
-                    await trio.sleep(0.005)
-                    ticks += 1
-
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(tick)
-                with pytest.raises(StoreLockedError, match=r"for longer than 0.3 s; try again") as caught:
-                    await store.append(stepped(1))
-                nursery.cancel_scope.cancel()
-            # A loop that waits with the thread would not tick at all; how many ticks it gets is the machine's affair.
-            assert ticks > 5
+        async with SqliteStore(path, DOMAIN.serializer, busy_timeout=0.5) as store, trio.open_nursery() as nursery:
+            await store.append(stream(A, 1))
+            nursery.start_soon(tick)
+            with write_lock(path):
+                with pytest.raises(StoreLockedError, match=r"events\.db: somebody else") as caught:
+                    await store.append(stream(A, 2))
+                assert len(await store.load(A)) == 1
+            nursery.cancel_scope.cancel()
+            assert ticks >= 10
             assert caught.value.retryable
-            assert await store.load(chain()) == []  # reading needs no lock
-            foreign.execute("ROLLBACK")
-            foreign.close()
-            await store.append(stepped(1))
+            assert caught.value.store == str(path)
+            with trio.CancelScope(shield=True):
+                await store.append(stream(A, 2))
 
     async def test_those_who_wait_behind_one_that_gives_up_do_not_begin_anew(
-        self, path: Path, hooked: type[Hooked]
+        self, path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        waits: list[float] = []
+        waits: list[int] = []
 
-        def note(connection: Hooked, sql: str) -> None:
+        def note(connection: sqlite3.Connection, sql: str) -> None:
             if sql == "BEGIN IMMEDIATE":
-                Hooked.hook = None
-                (milliseconds,) = connection.execute("PRAGMA busy_timeout").fetchone()
+                (milliseconds,) = sqlite3.Connection.execute(connection, "PRAGMA busy_timeout").fetchone()
                 waits.append(milliseconds)
-                Hooked.hook = note
 
+        outcomes: list[BaseException | None] = []
         async with SqliteStore(path, DOMAIN.serializer, busy_timeout=0.2) as store:
-            foreign = sqlite3.connect(path, isolation_level=None)
-            foreign.execute("BEGIN IMMEDIATE")
-            hooked.hook = note
-            async with trio.open_nursery() as nursery:
-                for n in range(20):
-                    nursery.start_soon(self.is_locked, store, str(n))
-            foreign.execute("ROLLBACK")
-            foreign.close()
-            assert waits[0] == 200
-            assert max(waits[1:]) <= 0
-            await store.append(stepped(1))
-            await store.append(stepped(2))
+            await store.aclose()
+            hook(monkeypatch, before=note)
+            await store.open()
+            waits.clear()
+            with write_lock(path):
+                async with trio.open_nursery() as nursery:
+                    for n in range(20):
+                        nursery.start_soon(collect, partial(store.append, stream(order(n), 1)), outcomes)
+            assert [type(each) for each in outcomes] == [StoreLockedError] * 20
+            assert (waits[0], max(waits[1:])) == (200, 0)
+            for version in (1, 2):
+                await store.append(stream(A, version))
             assert waits[-1] == 200
 
-    async def is_locked(self, store: SqliteStore, id: str) -> None:
-        with pytest.raises(StoreLockedError):
-            await store.append(stepped(1, id))
-
-    async def test_fs14_c_a_caller_that_is_cancelled_between_insert_and_commit_learns_what_came_of_it(
-        self, path: Path, hooked: type[Hooked]
-    ) -> None:
-        reached, go_on = trio.Event(), threading.Event()
-
-        def wait(connection: Hooked, sql: str) -> None:
-            if sql == "COMMIT":
-                Hooked.hook = None
-                trio.from_thread.run_sync(reached.set)
-                assert go_on.wait(30)
-
+    async def test_a_lock_keeps_no_reader_waiting(self, path: Path) -> None:
         async with SqliteStore(path, DOMAIN.serializer) as store:
-            hooked.hook = wait
-            applied = None
-            async with trio.open_nursery() as nursery:
-
-                async def append() -> None:
-                    nonlocal applied
-                    await store.append(stepped(1))
-                    applied = True
-
-                nursery.start_soon(append)
-                await reached.wait()
-                nursery.cancel_scope.cancel()
-                go_on.set()
-            assert applied
-            assert len(await store.load(chain())) == 1
-            with pytest.raises(DuplicateRequestIdError):
-                await store.append(stepped(2, request="request 1"))
-
-    @posix
-    @pytest.mark.parametrize("after", [1, 7, 40])
-    def test_a_process_that_is_killed_leaves_whole_streams(self, path: Path, after: int) -> None:
-        driver = path.with_name("driver.py")
-        driver.write_text(APPENDING.replace("sys.stdin.readline()", "pass"))
-        with PythonProcess(driver, path, "a", "100000", env={**os.environ, "PYTHONPATH": str(TESTS)}) as process:
-            process.read_until(f"{after}\n")
-            process.send(signal.SIGKILL)
-            _, output, _ = process.finish()
-        told = max([after, *map(int, output.split())])
-        (versions,) = [[version for (version,) in query(path, "SELECT version FROM wow_streams ORDER BY position")]]
-        assert versions == list(range(1, len(versions) + 1))
-        assert len(versions) >= told
-
-    async def test_many_open_a_new_file_at_once(self, path: Path) -> None:
-        stores = [SqliteStore(path, DOMAIN.serializer) for _ in range(8)]
-        async with trio.open_nursery() as nursery:
-            for n, store in enumerate(stores):
-                nursery.start_soon(store.append, stepped(1, str(n)))
-        for store in stores:
+            await store.append(stream(A, 1))
             await store.aclose()
-        assert query(path, "SELECT count(*) FROM wow_streams") == [(8,)]
-        assert query(path, "SELECT version FROM wow_schema") == [(1,)]
+            with write_lock(path):
+                assert len(await store.load(A)) == 1
+                await store.aclose()
+
+    @pytest.mark.parametrize("moment", ["before the insert", "before the commit", "after the commit"])
+    async def test_fs14c_cancelled_caller_is_told_what_the_file_says(
+        self, path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+    ) -> None:
+        held, going_on = trio.Event(), threading.Event()
+        token = trio.lowlevel.current_trio_token()
+        armed = False
+
+        def hold() -> None:
+            nonlocal armed
+            if armed:
+                armed = False
+                token.run_sync_soon(held.set)
+                going_on.wait()
+
+        def before(_: sqlite3.Connection, sql: str) -> None:
+            if (is_insert(sql) and moment == "before the insert") or (
+                sql == "COMMIT" and moment == "before the commit"
+            ):
+                hold()
+
+        def after(_: sqlite3.Connection, sql: str) -> None:
+            if sql == "COMMIT" and moment == "after the commit":
+                hold()
+
+        hook(monkeypatch, before=before, after=after)
+        async with SqliteStore(path, DOMAIN.serializer) as store:
+            armed = True
+            returned = False
+            with trio.CancelScope() as scope:
+                async with trio.open_nursery() as nursery:
+
+                    async def append() -> None:
+                        nonlocal returned
+                        await store.append(stream(A, 1))
+                        returned = True
+
+                    nursery.start_soon(append)
+                    await held.wait()
+                    scope.cancel()
+                    with trio.CancelScope(shield=True):
+                        await wait_all_tasks_blocked()
+                        assert stored(path) == ([("A", 1)] if moment == "after the commit" else [])
+                    going_on.set()
+            assert returned
+            assert stored(path) == [("A", 1)]
+            with pytest.raises(DuplicateRequestIdError):
+                await store.append(stream(A, 1))
+            assert stored(path) == [("A", 1)]
+
+    @pytest.mark.parametrize("committed", [False, True])
+    async def test_error_at_the_commit(self, path: Path, monkeypatch: pytest.MonkeyPatch, committed: bool) -> None:
+        armed = False
+
+        def fail(connection: sqlite3.Connection, sql: str) -> None:
+            nonlocal armed
+            if armed and sql == "COMMIT":
+                armed = False
+                # SQLite has ended the transaction by itself, one way or the other.
+                connection.cursor().execute("COMMIT" if committed else "ROLLBACK")
+                raise sqlite_error("SQLITE_IOERR_FSYNC")
+
+        hook(monkeypatch, before=fail)
+        async with SqliteStore(path, DOMAIN.serializer) as store:
+            await store.append(stream(A, 1))
+            armed = True
+            with pytest.raises(AppendOutcomeUnknownError, match=r"version 2 of shop\.order/A") as caught:
+                await store.append(stream(A, 2))
+            assert (caught.value.aggregate_id, caught.value.version) == (A, 2)
+            assert isinstance(caught.value.__cause__, StoreError)
+            assert (await store.load_request(A, "request 2") is not None) is committed
+            raised = await collect(partial(store.append, stream(A, 2)))
+            assert isinstance(raised, DuplicateRequestIdError) is committed
+            assert stored(path) == [("A", 1), ("A", 2)]
+
+    async def test_error_at_the_commit_with_the_transaction_still_open_has_stored_nothing(
+        self, path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        armed = False
+
+        def fail(_: sqlite3.Connection, sql: str) -> None:
+            nonlocal armed
+            if armed and sql == "COMMIT":
+                armed = False
+                raise sqlite_error("SQLITE_BUSY")
+
+        hook(monkeypatch, before=fail)
+        async with SqliteStore(path, DOMAIN.serializer) as store:
+            armed = True
+            with pytest.raises(StoreLockedError):
+                await store.append(stream(A, 1))
+            assert stored(path) == []
+            await store.append(stream(A, 1))
+
+    async def test_connection_that_cannot_roll_back_is_replaced(
+        self, path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        armed = False
+
+        def fail(_: sqlite3.Connection, sql: str) -> None:
+            if armed and (sql == "ROLLBACK" or is_insert(sql)):
+                raise sqlite_error("SQLITE_IOERR")
+
+        hook(monkeypatch, before=fail)
+        async with SqliteStore(path, DOMAIN.serializer) as store:
+            armed = True
+            with pytest.raises(StoreError, match="SQLITE_IOERR"):
+                await store.append(stream(A, 1))
+            armed = False
+            await store.append(stream(A, 1))
 
 
-class TestSnapshotsAndCheckpoints:
-    async def test_fs18_b_the_newer_snapshot_is_kept(self, store: SqliteStore) -> None:
-        assert await store.load_snapshot(chain()) is None
-        newer = Snapshot(chain(), 10, "s10", 1, b'{"id":"a"}')
-        await store.save_snapshot(newer)
-        await store.save_snapshot(Snapshot(chain(), 9, "s9", 1, b"{}"))
-        await store.save_snapshot(Snapshot(chain(), 10, "other", 1, b"{}"))
-        assert await store.load_snapshot(chain()) == newer
-        await store.discard_snapshot(Snapshot(chain(), 9, "s9", 1, b"{}"))
-        assert await store.load_snapshot(chain()) == newer
-        await store.discard_snapshot(newer)
-        assert await store.load_snapshot(chain()) is None
+def meet_a_full_file(path: str) -> None:
+    """In a child: let the system refuse to make the file beside the store any longer (a real I/O error)."""
 
-    async def test_a_checkpoint_never_moves_back(self, store: SqliteStore) -> None:
-        assert await store.load_checkpoint("p") == 0
-        for position in (3, 2):
-            await store.save_checkpoint("p", position)
-        assert await store.load_checkpoint("p") == 3
-        assert await store.load_checkpoint("q") == 0
+    async def run() -> None:
+        async with SqliteStore(path, DOMAIN.serializer) as store:
+            await store.append(stream(A, 1))
+            _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (Path(path + "-wal").stat().st_size + 100, hard))
+            with pytest.raises(AppendOutcomeUnknownError):
+                await store.append(stream(A, 2))
+            with pytest.raises(StoreError):
+                await store.save_checkpoint("mails", 1)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+            with suppress(DuplicateRequestIdError):
+                await store.append(stream(A, 2))
+            await store.append(stream(A, 3))
+            assert [each.version for each in await store.load(A)] == [1, 2, 3]
+
+    trio.run(run)
 
 
-def insert(connection: sqlite3.Connection, number: int = 1) -> None:
-    connection.execute("INSERT INTO mine VALUES (?)", (number,))
+def use_what_cannot_be_written(folder: str) -> None:
+    """In a child, as somebody whom permissions bind: use stores that cannot be written."""
+
+    async def run() -> None:
+        for name in ("old.db", "new.db"):
+            store = SqliteStore(Path(folder) / name, DOMAIN.serializer)
+            with pytest.raises(StoreReadOnlyError, match=name):
+                await store.append(stream(A, 1))
+            await store.aclose()
+        print("refused")
+
+    if os.getuid() == 0:
+        os.setgid(65534)
+        os.setuid(65534)
+    trio.run(run)
+
+
+METHODS: Mapping[str, Callable[[SqliteStore], Coroutine[Any, Any, object]]] = {
+    "open": lambda store: store.open(),
+    "append": lambda store: store.append(stream(A, 1)),
+    "load": lambda store: store.load(A),
+    "load_request": lambda store: store.load_request(A, "request 1"),
+    "read_all": lambda store: store.read_all(0, 10),
+    "version_at": lambda store: store.version_at(A, 1),
+    "save_snapshot": lambda store: store.save_snapshot(Snapshot(A, 1, "s", 1, b"{}")),
+    "load_snapshot": lambda store: store.load_snapshot(A),
+    "discard_snapshot": lambda store: store.discard_snapshot(Snapshot(A, 1, "s", 1, b"{}")),
+    "load_checkpoint": lambda store: store.load_checkpoint("mails"),
+    "save_checkpoint": lambda store: store.save_checkpoint("mails", 1),
+    "load_version": lambda store: store.load_version("mails", A),
+    "handle_once": lambda store: store.handle_once("mails", A, 1, 1, lambda _: None),
+}
+
+
+@pytest.mark.parametrize("call", METHODS.values(), ids=METHODS)
+class TestUnusableFiles:
+    async def check(self, path: Path, call: Callable[[SqliteStore], Any], error: type[StoreError], text: str) -> None:
+        store = SqliteStore(path, DOMAIN.serializer)
+        for _ in range(2):
+            with pytest.raises(StoreError, match=text) as caught:
+                await call(store)
+            assert type(caught.value) is error
+            assert caught.value.store == str(path)
+            assert not caught.value.retryable
+        await store.aclose()
+
+    async def test_text_file(self, path: Path, call: Any) -> None:
+        path.write_text("Dear diary, this is no database at all.\n" * 100)
+        before = path.read_bytes()
+        await self.check(path, call, StoreFormatError, r"events\.db: it is no SQLite database")
+        assert path.read_bytes() == before
+
+    async def test_truncated_database(self, path: Path, call: Any) -> None:
+        async with SqliteStore(path, DOMAIN.serializer) as store:
+            for n in range(100):
+                await store.append(stream(order(n), 1))
+        path.write_bytes(path.read_bytes()[:6000])
+        await self.check(path, call, StoreFormatError, "it is no SQLite database, or a damaged one")
+
+    async def test_folder(self, path: Path, call: Any) -> None:
+        path.mkdir()
+        await self.check(path, call, StoreFormatError, "it is a folder, not a file")
+
+    async def test_missing_folder(self, path: Path, call: Any) -> None:
+        await self.check(path / "events.db", call, StoreError, "there is no folder .*; make it first")
+        path.mkdir()
+        store = SqliteStore(path / "events.db", DOMAIN.serializer)
+        await call(store)
+        await store.aclose()
+
+    async def test_newer_schema(self, path: Path, call: Any) -> None:
+        async with SqliteStore(path, DOMAIN.serializer):
+            pass
+        with closing(sqlite3.connect(path)) as connection, connection:
+            connection.execute("UPDATE wow_schema SET version = 2")
+        await self.check(path, call, StoreVersionError, r"has version 2; .* reads up to 1: install a newer one")
+
+    async def test_schema_without_a_version(self, path: Path, call: Any) -> None:
+        with closing(sqlite3.connect(path)) as connection:
+            connection.execute("CREATE TABLE wow_schema (version)")
+        await self.check(path, call, StoreFormatError, "its schema version is None")
+
+
+class TestDisk:
+    async def test_tables_that_are_not_what_they_should_be(self, store: SqliteStore, path: Path) -> None:
+        with closing(sqlite3.connect(path)) as connection:
+            connection.execute("DROP TABLE wow_streams")
+        with pytest.raises(StoreFormatError, match="its tables are not what they should be"):
+            await store.append(stream(A, 1))
+        with pytest.raises(StoreFormatError):
+            await store.load(A)
+        await store.save_checkpoint("mails", 1)
+
+    def test_what_cannot_be_written_is_read_only(self) -> None:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+
+            async def fill() -> None:
+                async with SqliteStore(folder / "old.db", DOMAIN.serializer) as store:
+                    await store.append(stream(A, 1))
+
+            trio.run(fill)
+            (folder / "old.db").chmod(0o444)
+            folder.chmod(0o555)
+            try:
+                with child(use_what_cannot_be_written, folder) as process:
+                    assert succeed(process) == "refused\n"
+            finally:
+                folder.chmod(0o755)
+
+    async def test_full_disk(self, store: SqliteStore, path: Path) -> None:
+        await store.append(stream(A, 1))
+        connection = store._writer.open()
+        (most,) = connection.execute("PRAGMA max_page_count").fetchone()
+        connection.execute("PRAGMA max_page_count = 1")  # as small as it may be by now
+        with pytest.raises(StoreFullError, match="there is no room left"):
+            await store.append(stream(A, 2, Placed("x" * 100_000)))
+        assert stored(path) == [("A", 1)]
+        connection.execute(f"PRAGMA max_page_count = {most}")
+        await store.append(stream(A, 2, Placed("x" * 100_000)))
+        assert stored(path) == [("A", 1), ("A", 2)]
+
+    def test_io_error_at_the_commit_leaves_the_outcome_unknown(self, path: Path) -> None:
+        with child(meet_a_full_file, path) as process:
+            succeed(process)
+        assert stored(path) == [("A", 1), ("A", 2), ("A", 3)]
+
+
+def insert(value: object) -> Callable[[sqlite3.Connection], object]:
+    return lambda connection: connection.execute("INSERT INTO views VALUES (?)", (value,))
 
 
 class TestHandleOnce:
     @pytest.fixture
-    async def store(self, path: Path) -> AsyncIterator[SqliteStore]:
-        connection = sqlite3.connect(path)
-        connection.execute("CREATE TABLE mine (number UNIQUE)")
-        connection.close()
-        async with SqliteStore(path, DOMAIN.serializer) as store:
-            yield store
+    def path(self, tmp_path: Path) -> Path:
+        path = tmp_path / "events.db"
+        with closing(sqlite3.connect(path)) as connection:
+            connection.execute("CREATE TABLE views (value UNIQUE)")
+        return path
 
-    async def test_work_is_done_once_for_each_version(self, store: SqliteStore, path: Path) -> None:
-        assert await store.load_version("p", chain()) == 0
-        assert await store.handle_once("p", chain(), 1, 5, insert)
-        assert not await store.handle_once("p", chain(), 1, 6, insert)
-        assert await store.handle_once("p", chain(), 3, 6, partial(insert, number=3))
-        assert not await store.handle_once("p", chain(), 2, 6, insert)
-        assert await store.handle_once("q", chain(), 1, 0, partial(insert, number=7))
-        assert query(path, "SELECT number FROM mine ORDER BY 1") == [(1,), (3,), (7,)]
-        assert (await store.load_version("p", chain()), await store.load_checkpoint("p")) == (3, 6)
-        assert (await store.load_version("q", chain()), await store.load_checkpoint("q")) == (1, 0)
+    def views(self, path: Path) -> list[object]:
+        return [value for (value,) in rows(path, "SELECT value FROM views ORDER BY rowid")]
 
-    @pytest.mark.parametrize("error", [LookupError("no"), SystemExit(3), KeyboardInterrupt()])
-    async def test_what_it_raises_undoes_it_all(self, store: SqliteStore, path: Path, error: BaseException) -> None:
+    async def test_each_version_once(self, store: SqliteStore, path: Path) -> None:
+        assert await store.handle_once("p", A, 1, 0, insert("A1"))
+        assert not await store.handle_once("p", A, 1, 0, insert("again"))
+        assert await store.handle_once("p", B, 1, 7, insert("B1"))
+        assert await store.handle_once("p", A, 3, 5, insert("A3"))
+        assert not await store.handle_once("p", A, 2, 9, insert("late"))
+        assert await store.handle_once("q", A, 1, 0, insert("q"))
+        assert self.views(path) == ["A1", "B1", "A3", "q"]
+        assert (await store.load_version("p", A), await store.load_version("p", B)) == (3, 1)
+        assert (await store.load_version("q", A), await store.load_version("q", B)) == (1, 0)
+        assert (await store.load_checkpoint("p"), await store.load_checkpoint("q")) == (7, 0)
+
+    @pytest.mark.parametrize("error", [LookupError, KeyboardInterrupt, SystemExit, GeneratorExit])
+    async def test_error_rolls_back(self, store: SqliteStore, path: Path, error: type[BaseException]) -> None:
         def work(connection: sqlite3.Connection) -> None:
-            insert(connection)
-            raise error
+            insert(1)(connection)
+            raise error("no")
 
-        with pytest.raises(type(error)) as caught:
-            await store.handle_once("p", chain(), 1, 5, work)
-        assert caught.value is error
-        assert query(path, "SELECT * FROM mine") == []
-        assert (await store.load_version("p", chain()), await store.load_checkpoint("p")) == (0, 0)
-        assert await store.handle_once("p", chain(), 1, 5, insert)
-
-    async def test_fs15_a_violated_index_of_the_program_is_its_own_error(self, store: SqliteStore, path: Path) -> None:
-        assert await store.handle_once("p", chain(), 1, 0, insert)
-        with pytest.raises(sqlite3.IntegrityError, match=r"UNIQUE constraint failed: mine\.number"):
-            await store.handle_once("p", chain(), 2, 0, insert)
-        assert await store.load_version("p", chain()) == 1
+        with pytest.raises(error, match="no"):
+            await store.handle_once("p", A, 1, 1, work)
+        assert self.views(path) == []
+        assert (await store.load_version("p", A), await store.load_checkpoint("p")) == (0, 0)
+        assert await store.handle_once("p", A, 1, 1, insert(1))
 
     @pytest.mark.parametrize(
-        "end",
+        "leave",
         [
             lambda connection: connection.commit(),
             lambda connection: connection.rollback(),
             lambda connection: connection.execute("COMMIT"),
+            lambda connection: connection.execute("END"),
             lambda connection: connection.execute("ROLLBACK"),
-            lambda connection: connection.executescript("DELETE FROM mine"),
+            lambda connection: connection.executescript("INSERT INTO views VALUES (2)"),
+            lambda connection: connection.cursor().executescript("COMMIT; INSERT INTO views VALUES (2)"),
             lambda connection: connection.__exit__(None, None, None),
         ],
-        ids=["commit", "rollback", "COMMIT", "ROLLBACK", "executescript", "with"],
+        ids=["commit", "rollback", "COMMIT", "END", "ROLLBACK", "executescript", "cursor", "with"],
     )
-    async def test_it_cannot_end_the_transaction(
-        self, store: SqliteStore, path: Path, end: Callable[[sqlite3.Connection], object]
+    async def test_leaving_the_transaction_is_refused_and_nothing_is_kept(
+        self, store: SqliteStore, path: Path, leave: Callable[[sqlite3.Connection], object]
     ) -> None:
+        await store.append(stream(A, 1))
+
         def work(connection: sqlite3.Connection) -> None:
-            insert(connection)
-            end(connection)
+            insert(1)(connection)
+            leave(connection)
 
         with pytest.raises(sqlite3.DatabaseError, match="not authorized"):
-            await store.handle_once("p", chain(), 1, 5, work)
-        assert query(path, "SELECT * FROM mine") == []
-        assert await store.load_version("p", chain()) == 0
+            await store.handle_once("p", A, 1, 1, work)
+        assert self.views(path) == []
+        assert await store.load_version("p", A) == 0
+        await store.append(stream(A, 2))
+        assert await store.handle_once("p", A, 1, 1, insert(1))
 
-    async def test_what_it_changes_of_the_connection_is_put_back(self, store: SqliteStore) -> None:
+    async def test_savepoints_are_the_functions_own(self, store: SqliteStore, path: Path) -> None:
+        def work(connection: sqlite3.Connection) -> None:
+            connection.execute("SAVEPOINT mine")
+            insert(1)(connection)
+            connection.execute("ROLLBACK TO mine")
+            insert(2)(connection)
+            connection.execute("RELEASE mine")
+
+        assert await store.handle_once("p", A, 1, 1, work)
+        assert self.views(path) == [2]
+
+    async def test_violated_index_is_raised_unchanged(self, store: SqliteStore, path: Path) -> None:
+        assert await store.handle_once("p", A, 1, 1, insert(1))
+        with pytest.raises(sqlite3.IntegrityError, match=r"UNIQUE constraint failed: views\.value") as caught:
+            await store.handle_once("p", A, 2, 2, insert(1))
+        assert caught.value.sqlite_errorname == "SQLITE_CONSTRAINT_UNIQUE"
+        assert (await store.load_version("p", A), await store.load_checkpoint("p")) == (1, 1)
+
+    @pytest.mark.parametrize("goes_on", [False, True])
+    async def test_statement_that_rolls_everything_back_is_an_error(
+        self, store: SqliteStore, path: Path, goes_on: bool
+    ) -> None:
+        assert await store.handle_once("p", A, 1, 1, insert(1))
+
+        def work(connection: sqlite3.Connection) -> None:
+            insert(2)(connection)
+            try:
+                connection.execute("INSERT OR ROLLBACK INTO views VALUES (1)")
+            except sqlite3.IntegrityError:
+                if not goes_on:
+                    raise
+
+        with pytest.raises((sqlite3.IntegrityError, StoreError)):
+            await store.handle_once("p", A, 2, 2, work)
+        assert self.views(path) == [1]
+        assert await store.load_version("p", A) == 1
+        await store.append(stream(A, 1))
+
+    async def test_closed_connection_is_replaced(self, store: SqliteStore, path: Path) -> None:
+        def work(connection: sqlite3.Connection) -> None:
+            insert(1)(connection)
+            connection.close()
+
+        with pytest.raises(sqlite3.ProgrammingError):
+            await store.handle_once("p", A, 1, 1, work)
+        assert self.views(path) == []
+        await store.append(stream(A, 1))
+
+    async def test_factories_are_put_back(self, store: SqliteStore) -> None:
         def work(connection: sqlite3.Connection) -> None:
             connection.row_factory = sqlite3.Row
             connection.text_factory = bytes
 
-        assert await store.handle_once("p", chain(), 1, 5, work)
-        assert not await store.handle_once("p", chain(), 1, 5, work)
+        await store.handle_once("p", A, 1, 1, work)
+        await store.append(stream(A, 1))
         with pytest.raises(DuplicateRequestIdError):
-            for _ in range(2):
-                await store.append(stepped(1))
+            await store.append(stream(A, 1))
+
+    async def test_work_has_the_context_of_its_caller(self, store: SqliteStore) -> None:
+        who = contextvars.ContextVar[str]("who", default="nobody")
+        seen: list[tuple[str, str]] = []
+
+        async def handle(name: str) -> None:
+            def work(_: sqlite3.Connection) -> None:
+                seen.append((name, who.get()))
+                who.set("somebody else")
+
+            who.set(name)
+            await store.handle_once("p", order(name), 1, 0, work)
+            assert who.get() == name
+
+        async with trio.open_nursery() as nursery:
+            for n in range(10):
+                nursery.start_soon(handle, f"caller {n}")
+        assert [context for _, context in seen] == [name for name, _ in seen]
+        assert len(seen) == 10
+
+    async def test_error_of_one_work_does_not_harm_others_of_its_batch(self, store: SqliteStore, path: Path) -> None:
+        outcomes: list[BaseException | None] = []
+
+        def fail(connection: sqlite3.Connection) -> None:
+            insert("failed")(connection)
+            raise LookupError
+
+        async with trio.open_nursery() as nursery:
+            for n in range(20):
+                work = fail if n % 3 == 0 else insert(n)
+                nursery.start_soon(collect, partial(store.handle_once, "p", order(n), 1, 0, work), outcomes)
+        assert sorted(type(each).__name__ for each in outcomes) == ["LookupError"] * 7 + ["NoneType"] * 13
+        assert sorted(map(str, self.views(path))) == sorted(str(n) for n in range(20) if n % 3)
 
 
 @projection
 class Rows:
-    """Keeps each step as a row; `between` is called when it has been written."""
+    """Writes a row for each order, and dies where it is told to."""
 
-    def __init__(self, before: Callable[[int], object], after: Callable[[int], object]) -> None:
-        self.before = before
-        self.after = after
+    def __init__(self, dies: str = "") -> None:
+        self.dies = dies
+        self.is_at_five = False
 
     @on_event
-    def stepped(self, event: DomainEvent[Stepped], connection: sqlite3.Connection) -> None:
-        self.before(event.body.number)
-        connection.execute("CREATE TABLE IF NOT EXISTS steps (id, number)")
-        connection.execute("INSERT INTO steps VALUES (?, ?)", (event.aggregate_id.id, event.body.number))
-        self.after(event.body.number)
+    def placed(self, event: DomainEvent[Placed], connection: sqlite3.Connection) -> None:
+        self.is_at_five = event.body.value == 5
+        if self.is_at_five and self.dies == "before the row":
+            kill_self()
+        connection.execute("INSERT INTO views VALUES (?)", (event.body.value,))
+        if self.is_at_five and self.dies == "after the row":
+            kill_self()
 
 
-CRASHING = """
-import os, signal, sys, trio
-from chain_domain import Step
-from test_sqlite_store import DOMAIN, Rows
-from trio_wow import App
-from trio_wow.adapters.sqlite import SqliteStore
+def project(path: str, dies: str) -> None:
+    """In a child: handle what is stored, and die at the fifth event."""
+    projected = Rows(dies)
 
-path, where = sys.argv[1:]
+    def before(_: sqlite3.Connection, sql: str) -> None:
+        if sql == "COMMIT" and projected.is_at_five and dies == "before the commit":
+            kill_self()
 
-def crash(number):
-    if number == 5:
-        os.kill(os.getpid(), signal.SIGKILL)
+    def after(_: sqlite3.Connection, sql: str) -> None:
+        if sql == "COMMIT" and projected.is_at_five and dies == "after the commit":
+            kill_self()
 
-def nothing(number):
-    pass
+    async def run() -> None:
+        app = App(DOMAIN, [projected], store=SqliteStore(path, DOMAIN.serializer))
+        async with app.serving(app.runtime(signals=False, shutdown_quiet_period=0)):
+            pass
 
-if where == "after the commit":
-    handle_once = SqliteStore.handle_once
-
-    async def crashing(self, *arguments):
-        done = await handle_once(self, *arguments)
-        crash(arguments[2])
-        return done
-
-    SqliteStore.handle_once = crashing
-
-async def main():
-    rows = Rows(crash if where == "before the row" else nothing, crash if where == "after the row" else nothing)
-    async with SqliteStore(path, DOMAIN.serializer) as store:
-        app = App(DOMAIN, [rows], store=store)
-        async with app.serving(app.runtime(signals=False)) as gateway:
-            for number in range(1, 11):
-                await gateway.send_and_wait(Step("a", number), request_id=str(number))
-
-trio.run(main)
-"""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        hook(monkeypatch, before=before, after=after)
+        trio.run(run)
 
 
-class TestTransactionalProjection:
-    """FS-19 (a)."""
+class TestFs19Projection:
+    @pytest.fixture
+    async def path(self, tmp_path: Path) -> Path:
+        path = tmp_path / "events.db"
+        with closing(sqlite3.connect(path)) as connection:
+            connection.execute("CREATE TABLE views (value)")
+        return path
 
-    @posix
-    @pytest.mark.parametrize("where", ["before the row", "after the row", "after the commit"])
-    def test_fs19_a_each_effect_is_there_once_after_a_crash(self, path: Path, where: str) -> None:
-        driver = path.with_name("driver.py")
-        driver.write_text(CRASHING)
-        environment = {**os.environ, "PYTHONPATH": str(TESTS)}
-        with PythonProcess(driver, path, where, env=environment) as process:
-            code, _, errors = process.finish()
-        assert (code, errors) == (-signal.SIGKILL, "")
-        assert len(query(path, "SELECT * FROM steps")) == (5 if where == "after the commit" else 4)
-        (checkpoint,) = query(path, "SELECT coalesce(max(position), 0) FROM wow_checkpoints")[0]
-        assert checkpoint <= 5
-        with PythonProcess(driver, path, "nowhere", env=environment) as process:
-            code, _, errors = process.finish()
-        assert (code, errors) == (0, "")
-        assert query(path, "SELECT id, number FROM steps ORDER BY rowid") == [("a", number) for number in range(1, 11)]
-        assert query(path, "SELECT processor, position FROM wow_checkpoints") == [("projection-dispatcher/Rows", 10)]
+    def views(self, path: Path) -> list[int]:
+        return [value for (value,) in rows(path, "SELECT value FROM views ORDER BY rowid")]
 
-    async def test_a_failing_function_writes_nothing_and_is_tried_again(
-        self, path: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        failing = {2}
-        failed = trio.Event()
-
-        def fail(number: int) -> None:
-            if number in failing:
-                trio.from_thread.run_sync(failed.set)
-                raise LookupError("not now")
-
+    @pytest.mark.parametrize("spread", [False, True], ids=["one aggregate", "ten aggregates"])
+    @pytest.mark.parametrize("dies", ["before the row", "after the row", "before the commit", "after the commit"])
+    async def test_each_effect_once_whenever_the_process_dies(self, path: Path, dies: str, spread: bool) -> None:
         async with SqliteStore(path, DOMAIN.serializer) as store:
-            app = App(DOMAIN, [Rows(lambda _: None, fail)], store=store)
+            for n in range(1, 11):
+                aggregate_id, version = (order(n), 1) if spread else (A, n)
+                await store.append(stream(aggregate_id, version, Placed(n), request_id=str(n)))
+        with child(project, path, dies) as process:
+            code, _, errors = process.finish()
+            assert code == -signal.SIGKILL, errors
+        views = self.views(path)
+        assert len(views) == len(set(views)) <= 10
+        assert (5 in views) is (dies == "after the commit")
+        handled = rows(path, "SELECT sum(version) FROM wow_versions")[0][0] or 0
+        assert handled == len(views)
+        assert all(position < 5 for (position,) in rows(path, "SELECT position FROM wow_checkpoints"))
+        for _ in range(2):
+            app = App(DOMAIN, [Rows()], store=SqliteStore(path, DOMAIN.serializer))
+            async with app.serving(app.runtime(signals=False, shutdown_quiet_period=0)):
+                pass
+            assert sorted(self.views(path)) == list(range(1, 11))
+        assert rows(path, "SELECT position FROM wow_checkpoints") == [(10,)]
+
+    async def test_live_events_and_a_restart(self, path: Path) -> None:
+        for n in range(2):
+            app = App(DOMAIN, [Rows()], store=SqliteStore(path, DOMAIN.serializer))
             async with app.serving(app.runtime(signals=False, shutdown_quiet_period=0)) as gateway:
-                for number in (1, 2):
-                    await gateway.send_and_wait(Step("a", number))
-                await failed.wait()
-                failing.clear()
-                await gateway.send_and_wait(Step("a", 3))
-        assert query(path, "SELECT number FROM steps ORDER BY rowid") == [(1,), (2,), (3,)]
-        assert "Rows failed on version 2 of chains.chain/a" in caplog.text
+                for id in ("a", "b"):
+                    (await gateway.send_and_wait(Place(id))).raise_for_error()
+            assert sorted(map(str, self.views(path))) == sorted(["a", "b"] * (n + 1))
+        assert not Path(f"{path}-wal").exists(), "the store was not closed"
+
+
+class TestOpenAndClose:
+    async def test_it_opens_when_it_is_first_used(self, path: Path) -> None:
+        store = SqliteStore(path, DOMAIN.serializer)
+        assert not path.exists()
+        assert await store.load(A) == []
+        assert path.exists()
+        await store.aclose()
+
+    async def test_closing_is_idempotent_and_a_later_use_opens_again(self, path: Path) -> None:
+        store = SqliteStore(path, DOMAIN.serializer)
+        await store.aclose()
+        assert not path.exists()
+        for version in (1, 2, 3):
+            await store.append(stream(A, version))
+            assert len(await store.load(A)) == version
+            await store.aclose()
+            await store.aclose()
+            assert not Path(f"{path}-wal").exists()
+
+    async def test_closing_waits_for_what_was_asked_for_before(self, path: Path) -> None:
+        store = SqliteStore(path, DOMAIN.serializer)
+        async with trio.open_nursery() as nursery:
+            for n in range(2 * BATCH):
+                nursery.start_soon(store.append, stream(order(n), 1))
+            await wait_all_tasks_blocked()
+            await store.aclose()
+            assert not Path(f"{path}-wal").exists()
+        assert len(stored(path)) == 2 * BATCH
+
+    async def test_it_is_closed_when_cancelled(self, path: Path) -> None:
+        with trio.CancelScope() as scope:
+            async with SqliteStore(path, DOMAIN.serializer) as store:
+                await store.append(stream(A, 1))
+                await store.load(A)
+                scope.cancel()
+        assert scope.cancelled_caught
+        assert not Path(f"{path}-wal").exists()
+
+    async def test_no_connection_is_left_open(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        opened: list[sqlite3.Connection] = []
+        hook(monkeypatch, before=lambda connection, _: opened.append(connection))
+        path.write_text("Dear diary\n" * 1000)
+        store = SqliteStore(path, DOMAIN.serializer)
+        with pytest.raises(StoreFormatError):
+            await store.open()
+        path.unlink()
+        async with store:
+            await store.append(stream(A, 1))
+            await store.load(A)
+        assert len(set(map(id, opened))) == 3
+        for connection in opened:
+            with pytest.raises(sqlite3.ProgrammingError, match="closed"):
+                connection.cursor()
+
+    def test_one_store_in_two_runs(self, path: Path) -> None:
+        store = SqliteStore(path, DOMAIN.serializer)
+        for version in (1, 2):
+            trio.run(store.append, stream(A, version))
+        trio.run(store.aclose)
+        assert stored(path) == [("A", 1), ("A", 2)]
+
+    async def test_the_working_folder_may_change(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.chdir(tmp_path)
+        async with SqliteStore("events.db", DOMAIN.serializer) as store:
+            await store.append(stream(A, 1))
+            await store.aclose()
+            monkeypatch.chdir(tmp_path / "elsewhere")
+            assert len(await store.load(A)) == 1
+
+
+class TestCancellation:
+    @pytest.mark.parametrize("call", METHODS.values(), ids=METHODS)
+    async def test_at_each_wait_of_each_method(self, tmp_path: Path, call: Callable[[SqliteStore], Any]) -> None:
+        caught: list[bool] = []
+        for step in range(100):
+            async with SqliteStore(tmp_path / f"{step}.db", DOMAIN.serializer) as store:
+                with trio.CancelScope() as scope:
+                    await cancelled_at(call(store), step, scope)
+                caught.append(scope.cancelled_caught)
+                written = len(await everything(store)), await store.load_checkpoint("mails")
+                if scope.cancelled_caught:
+                    assert written == (0, 0)
+                with trio.fail_after(30):
+                    try:
+                        await call(store)
+                    except DuplicateRequestIdError:
+                        assert written == (1, 0)
+                    await store.append(stream(B, 1))
+            if not scope.cancel_called:
+                break
+        assert not caught[-1]
+
+    async def test_of_one_of_several_at_each_wait(self, path: Path) -> None:
+        for step in range(100):
+            outcomes: list[BaseException | None] = []
+            async with SqliteStore(path, DOMAIN.serializer) as store:
+                scope = trio.CancelScope()
+
+                async def victim(step: int, scope: trio.CancelScope, store: SqliteStore) -> None:
+                    with scope:
+                        await cancelled_at(store.append(stream(order(f"victim {step}"), 1)), step, scope)
+
+                async with trio.open_nursery() as nursery:
+                    for n in range(5):
+                        nursery.start_soon(collect, partial(store.append, stream(order(f"{step} {n}"), 1)), outcomes)
+                    nursery.start_soon(victim, step, scope, store)
+                assert outcomes == [None] * 5
+                kept = bool(await store.load(order(f"victim {step}")))
+                assert kept is not scope.cancelled_caught
+            if not scope.cancel_called:
+                break
+        else:
+            pytest.fail("it never ended")
+
+
+class Gate:
+    """A job that waits in its thread until it is let go."""
+
+    def __init__(self) -> None:
+        self.begun = trio.Event()
+        self._token = trio.lowlevel.current_trio_token()
+        self._open = threading.Event()
+
+    def __call__(self) -> None:
+        self._token.run_sync_soon(self.begun.set)
+        self._open.wait()
+
+    def open(self) -> None:
+        self._open.set()
 
 
 class TestLane:
-    @pytest.fixture
-    def lane(self) -> Lane:
-        return Lane()
+    async def test_order_and_batches(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        hops = 0
+        real = trio.to_thread.run_sync
 
-    async def test_jobs_run_in_order_in_few_hops(self, lane: Lane) -> None:
-        gate = threading.Event()
-        ran: list[int] = []
-        threads: list[int] = []
+        async def counted(*arguments: Any, **options: Any) -> Any:
+            nonlocal hops
+            hops += 1
+            return await real(*arguments, **options)
 
-        def job(n: int) -> int:
-            if n == 0:
-                assert gate.wait(30)
-            ran.append(n)
-            threads.append(threading.get_ident())
-            return n
+        monkeypatch.setattr(trio.to_thread, "run_sync", counted)
+        lane, done, results = Lane(), list[int](), list[int]()
+        gate = Gate()
 
-        results: list[int] = []
+        async def ask(n: int) -> None:
+            def job() -> int:
+                done.append(n)
+                return n
 
-        async def call(n: int) -> None:
-            results.append(await lane.run(partial(job, n)))
+            assert await lane.run(job) == n
+            results.append(n)
 
         async with trio.open_nursery() as nursery:
-            for n in range(2 * BATCH):
-                nursery.start_soon(call, n)
+            nursery.start_soon(lane.run, gate)
+            await gate.begun.wait()
+            for n in range(3 * BATCH):
+                nursery.start_soon(ask, n)
                 await wait_all_tasks_blocked()
-            gate.set()
-        assert ran == list(range(2 * BATCH))
-        assert sorted(results) == ran
-        assert threading.get_ident() not in threads
+            gate.open()
+        assert done == list(range(3 * BATCH))
+        assert sorted(results) == done
+        assert hops == 4
 
-    async def test_a_failing_job_harms_no_other(self, lane: Lane) -> None:
-        async def fails(error: BaseException) -> None:
-            def job() -> None:
-                raise error
-
-            with pytest.raises(type(error)) as caught:
-                await lane.run(job)
-            assert caught.value is error
-
-        done = []
-
-        async def call(n: int) -> None:
-            done.append(await lane.run(lambda: n))
-
+    async def test_cancelled_call_in_the_queue_is_never_begun(self) -> None:
+        lane, gate, done, outcomes = Lane(), Gate(), list[int](), list[BaseException | None]()
         async with trio.open_nursery() as nursery:
-            for n in range(5):
-                nursery.start_soon(fails, LookupError(n))
-                nursery.start_soon(call, n)
-                nursery.start_soon(fails, SystemExit(n))
-        assert sorted(done) == list(range(5))
-
-    async def test_who_is_cancelled_while_waiting_has_not_begun(self, lane: Lane) -> None:
-        gate = threading.Event()
-        ran = []
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(lane.run, partial(gate.wait, 30))
-            await wait_all_tasks_blocked()
+            nursery.start_soon(lane.run, gate)
+            await gate.begun.wait()
             with trio.CancelScope() as scope:
-                async with trio.open_nursery() as inner:
-                    inner.start_soon(lane.run, lambda: ran.append("cancelled"))
-                    await wait_all_tasks_blocked()
+                async with trio.open_nursery() as cancelled:
+                    for n in range(5):
+                        where = cancelled if n % 2 else nursery
+                        where.start_soon(collect, partial(lane.run, partial(done.append, n)), outcomes)
+                        await wait_all_tasks_blocked()
                     scope.cancel()
-            assert scope.cancelled_caught
-            nursery.start_soon(lane.run, lambda: ran.append("later"))
+            assert [type(each) for each in outcomes] == [trio.Cancelled] * 2
+            gate.open()
+        assert done == [0, 2, 4]
+
+    async def test_cancelled_leader_finishes_and_hands_on(self) -> None:
+        lane, gate, done = Lane(), Gate(), list[int]()
+        async with trio.open_nursery() as nursery:
+            with trio.CancelScope() as scope:
+                async with trio.open_nursery() as cancelled:
+                    cancelled.start_soon(lane.run, gate)
+                    await gate.begun.wait()
+                    for n in range(3):
+                        nursery.start_soon(lane.run, partial(done.append, n))
+                        await wait_all_tasks_blocked()
+                    scope.cancel()
+                    gate.open()
+        assert done == [0, 1, 2]
+        assert await lane.run(lambda: "usable") == "usable"
+
+    async def test_a_leader_cancelled_before_its_thread_hands_on(self) -> None:
+        lane, gate, done, outcomes = Lane(), Gate(), list[int](), list[BaseException | None]()
+        scope = trio.CancelScope()
+
+        async def first() -> None:
+            await lane.run(gate)
+            scope.cancel()  # the next one is woken to lead, and has not run yet
+
+        async def next_one() -> None:
+            with scope:
+                await collect(partial(lane.run, partial(done.append, -1)), outcomes)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(first)
+            await gate.begun.wait()
+            nursery.start_soon(next_one)
             await wait_all_tasks_blocked()
-            gate.set()
-        assert ran == ["later"]
+            for n in range(3):
+                nursery.start_soon(lane.run, partial(done.append, n))
+                await wait_all_tasks_blocked()
+            gate.open()
+        assert [type(each) for each in outcomes] == [trio.Cancelled]
+        assert done == [0, 1, 2]
 
-    async def test_a_cancelled_leader_finishes_its_batch_and_passes_on(self, lane: Lane) -> None:
-        """Everybody else gets a result, whoever is cancelled, and the lane can be used again."""
-        for cancelled in range(4):
-            gate = threading.Event()
-            results: list[int] = []
+    async def test_error_is_only_its_own_callers(self) -> None:
+        lane, gate, done, outcomes = Lane(), Gate(), list[int](), list[BaseException | None]()
 
-            async def call(
-                n: int, gate: threading.Event, results: list[int], *, task_status: trio.TaskStatus[trio.CancelScope]
-            ) -> None:
-                with trio.CancelScope() as scope:
-                    task_status.started(scope)
-                    results.append(await lane.run(partial(gate.wait, 30) if n == 0 else lambda: n))
+        def fail() -> None:
+            raise LookupError
 
-            async with trio.open_nursery() as nursery:
-                scopes = []
-                for n in range(4):
-                    scopes.append(await nursery.start(call, n, gate, results))
-                    await wait_all_tasks_blocked()
-                scopes[cancelled].cancel()
-                gate.set()
-            if cancelled == 0:
-                assert sorted(map(int, results)) == [1, 1, 2, 3]
-            else:
-                assert len(results) == 3
-            assert await lane.run(lambda: "usable") == "usable"
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(lane.run, gate)
+            await gate.begun.wait()
+            for n in range(6):
+                job = fail if n % 2 else partial(done.append, n)
+                nursery.start_soon(collect, partial(lane.run, job), outcomes)
+                await wait_all_tasks_blocked()
+            gate.open()
+        assert done == [0, 2, 4]
+        assert sorted(type(each).__name__ for each in outcomes) == ["LookupError"] * 3 + ["NoneType"] * 3
 
-    async def test_a_cancelled_scope_begins_nothing(self, lane: Lane) -> None:
-        ran: list[int] = []
-        with trio.CancelScope() as scope:
-            scope.cancel()
-            await lane.run(lambda: ran.append(1))
-        assert (scope.cancelled_caught, ran) == (True, [])
-
-    async def test_a_thread_that_cannot_be_started_fails_its_jobs_and_no_more(
-        self, lane: Lane, monkeypatch: pytest.MonkeyPatch
+    async def test_thread_that_cannot_be_made_fails_one_call_and_no_other(
+        self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        with monkeypatch.context() as patch:
+        lane, gate, done, outcomes = Lane(), Gate(), list[int](), list[BaseException | None]()
+        real = trio.to_thread.run_sync
+        failures = iter([True])
 
-            async def none(*_: object, **__: object) -> None:
-                await trio.lowlevel.checkpoint()
+        async def failing(*arguments: Any, **options: Any) -> Any:
+            if next(failures, False):
                 raise RuntimeError("can't start new thread")
+            return await real(*arguments, **options)
 
-            patch.setattr(trio.to_thread, "run_sync", none)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(lane.run, gate)
+            await gate.begun.wait()
+            monkeypatch.setattr(trio.to_thread, "run_sync", failing)
+            for n in range(4):
+                nursery.start_soon(collect, partial(lane.run, partial(done.append, n)), outcomes)
+                await wait_all_tasks_blocked()
+            gate.open()
+        assert sorted(type(each).__name__ for each in outcomes) == ["NoneType"] * 3 + ["RuntimeError"]
+        assert done == [1, 2, 3]
+
+    @pytest.mark.parametrize("moment", ["while it waits", "when it is to lead"])
+    def test_keyboard_interrupt_reaches_the_main_task_alone(self, moment: str) -> None:
+        done: list[int] = []
+        outcomes: list[BaseException | None] = []
+
+        async def run() -> None:
+            lane, gate = Lane(), Gate()
+
+            @trio.lowlevel.enable_ki_protection
+            async def first() -> None:
+                await lane.run(gate)
+                if moment == "when it is to lead":
+                    signal.raise_signal(signal.SIGINT)
+
+            @trio.lowlevel.enable_ki_protection
+            async def others() -> None:
+                await wait_all_tasks_blocked()
+                async with trio.open_nursery() as waiting:
+                    for n in range(3):
+                        waiting.start_soon(collect, partial(lane.run, partial(done.append, n)), outcomes)
+                        await wait_all_tasks_blocked()
+                    if moment == "while it waits":
+                        signal.raise_signal(signal.SIGINT)
+                        await wait_all_tasks_blocked()
+                    gate.open()
+
             async with trio.open_nursery() as nursery:
-                for _ in range(3):
-                    nursery.start_soon(self.cannot, lane)
-        assert await lane.run(lambda: 1) == 1
+                nursery.start_soon(first)
+                await gate.begun.wait()
+                nursery.start_soon(others)
+                interrupted = await collect(partial(lane.run, partial(done.append, -1)))
+            assert isinstance(interrupted, KeyboardInterrupt)
 
-    async def cannot(self, lane: Lane) -> None:
-        with pytest.raises(RuntimeError, match="can't start new thread"):
-            await lane.run(lambda: 1)
-
-
-def test_two_trio_runs_use_one_store(path: Path) -> None:
-    store = SqliteStore(path, DOMAIN.serializer)
-    trio.run(store.append, stepped(1))
-    trio.run(store.append, stepped(2))
-    assert [each.version for each in trio.run(store.load, chain())] == [1, 2]
-    trio.run(store.aclose)
+        trio.run(run)
+        assert outcomes == [None] * 3
+        assert done == [0, 1, 2]

@@ -170,16 +170,20 @@ class Database:
         )
         try:
             connection.execute("PRAGMA synchronous = FULL")
-            if self._schema_version(connection) is None:
+            version = self._schema_version(connection)
+            if version in (None, SCHEMA_VERSION):
                 self._use_wal(connection)
+            if version is None:
                 connection.execute("BEGIN IMMEDIATE")
-                if self._schema_version(connection) is None:  # still, now that nobody else can make it
+                version = self._schema_version(connection)
+                if version is None:  # still, now that nobody else can make it
                     for statement in SCHEMA.split(";"):
                         connection.execute(statement)
                     connection.execute("INSERT INTO wow_schema VALUES (?)", (SCHEMA_VERSION,))
+                    version = SCHEMA_VERSION
                 connection.execute("COMMIT")
-            if (found := self._schema_version(connection)) != SCHEMA_VERSION:
-                raise StoreVersionError(str(self._path), found or 0, SCHEMA_VERSION)
+            if version != SCHEMA_VERSION:
+                raise StoreVersionError(str(self._path), version, SCHEMA_VERSION)
             if not self._writes:
                 connection.execute("PRAGMA query_only = ON")
         except BaseException:

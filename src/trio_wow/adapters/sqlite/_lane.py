@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable
+from time import monotonic
 from typing import Any, Generic, TypeVar, cast
 
 import trio
@@ -12,6 +13,9 @@ T = TypeVar("T")
 
 BATCH = 64
 """Jobs of one thread call. A hop costs about as much as a small write, so under load it is shared."""
+
+PATIENCE = 0.1
+"""Seconds after which a thread call begins no further job: what has not begun can still be cancelled."""
 
 
 class _Job(Generic[T]):
@@ -32,6 +36,11 @@ class _Job(Generic[T]):
         except BaseException as error:  # the caller's, whatever it is
             self.error = error
         self.done = True
+
+    def wake(self) -> None:
+        task, self.parked = self.parked, None
+        if task is not None:
+            trio.lowlevel.reschedule(task)
 
 
 class Lane:
@@ -56,12 +65,11 @@ class Lane:
         await trio.lowlevel.checkpoint_if_cancelled()
         job = _Job(function)
         self._waiting.append(job)
-        if self._is_led:
-            await self._wait(job)
-        else:
-            self._is_led = True
-        if not job.done:
-            await self._lead()
+        while not job.done:
+            if self._is_led or self._waiting[0] is not job:
+                await self._wait(job)
+            else:
+                await self._lead()
         if job.error is not None:
             try:
                 raise job.error
@@ -70,37 +78,38 @@ class Lane:
         return cast(T, job.value)
 
     async def _wait(self, job: _Job[Any]) -> None:
-        """Wait until the job is done, or this caller is to lead."""
+        """Wait until the job is done, or this caller may be the one to lead."""
 
         def abort(_: object) -> trio.lowlevel.Abort:
             if job not in self._waiting:
                 return trio.lowlevel.Abort.FAILED
             self._waiting.remove(job)
+            job.parked = None
             return trio.lowlevel.Abort.SUCCEEDED
 
         job.parked = trio.lowlevel.current_task()
         await trio.lowlevel.wait_task_rescheduled(abort)
 
     async def _lead(self) -> None:
+        """Run a batch of jobs, of which the caller's own is the first."""
         batch = [self._waiting.popleft() for _ in range(min(BATCH, len(self._waiting)))]
+        left = batch[1:]  # what is left when this is cancelled, or interrupted, before a thread has begun
+        self._is_led = True
         try:
-            with trio.CancelScope(shield=True):
-                await trio.to_thread.run_sync(_run_all, batch, limiter=self._limiter)
-        except BaseException as error:
-            for job in batch:
-                if not job.done:
-                    job.done, job.error = True, error
-        for job in batch[1:]:
-            if job.parked is not None:
-                trio.lowlevel.reschedule(job.parked)
-        if self._waiting:
-            following = self._waiting[0]
-            if following.parked is not None:
-                trio.lowlevel.reschedule(following.parked)
-        else:
+            await trio.to_thread.run_sync(_run_all, batch, limiter=self._limiter)
+            left = [job for job in batch if not job.done]
+        finally:
             self._is_led = False
+            self._waiting.extendleft(reversed(left))
+            for job in batch:
+                job.wake()
+            if self._waiting:
+                self._waiting[0].wake()
 
 
 def _run_all(batch: list[_Job[Any]]) -> None:
+    patience = monotonic() + PATIENCE
     for job in batch:
         job.run()
+        if monotonic() > patience:
+            return

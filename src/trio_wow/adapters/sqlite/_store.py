@@ -3,6 +3,7 @@
 import os
 import sqlite3
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import copy_context
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -79,7 +80,7 @@ class SqliteStore:
         name = os.fspath(path)
         if not name or name == ":memory:" or "\0" in name:
             raise ValueError(f"path must name a file, not {name!r}; for a store in memory use InMemoryEventStore")
-        self.path = Path(name)
+        self.path = Path(name).absolute()  # the same file after a change of the working folder
         self._serializer = serializer
         # Reads do not wait for writes: in WAL mode a second connection sees what is committed.
         self._writer = Database(self.path, busy_timeout, writes=True)
@@ -98,10 +99,12 @@ class SqliteStore:
     async def aclose(self) -> None:
         """Close the file once what was asked for before is done. Idempotent; a later use opens it again.
 
-        Cancellation: it may still be open.
+        Cancellation: it is closed all the same.
         """
-        await self._reads.run(self._reader.close)
-        await self._writes.run(self._writer.close)
+        with trio.CancelScope(shield=True):
+            await self._reads.run(self._reader.close)
+            await self._writes.run(self._writer.close)
+        await trio.lowlevel.checkpoint_if_cancelled()
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -117,7 +120,7 @@ class SqliteStore:
         try:
             data = self._serializer.dump_stream(stream)
         except SerializationError:
-            await trio.lowlevel.checkpoint()
+            await trio.lowlevel.checkpoint()  # this method is one, however it ends
             raise
         row = {
             "context": stream.aggregate_id.context,
@@ -180,8 +183,8 @@ class SqliteStore:
     async def discard_snapshot(self, snapshot: Snapshot) -> None:
         """See `SnapshotStore.discard_snapshot`."""
         await self._execute(
-            f"DELETE FROM wow_snapshots {_WHERE} AND version = ? AND stream_id = ?",  # noqa: S608
-            (*_key(snapshot.aggregate_id), snapshot.version, snapshot.stream_id),
+            f"DELETE FROM wow_snapshots {_WHERE} AND version = ? AND stream_id = ? AND revision = ? AND data = ?",  # noqa: S608
+            (*_key(snapshot.aggregate_id), snapshot.version, snapshot.stream_id, snapshot.revision, snapshot.data),
         )
 
     async def load_checkpoint(self, processor: str) -> int:
@@ -209,8 +212,13 @@ class SqliteStore:
         work: Callable[[sqlite3.Connection], object],
     ) -> bool:
         """See `CheckpointStore.handle_once`. The transaction is a `sqlite3.Connection`."""
+        context = copy_context()  # the thread has that of whoever leads the lane
+
+        def in_context(connection: sqlite3.Connection) -> object:
+            return context.run(work, connection)
+
         return await self._writes.run(
-            partial(self._handle_once, monotonic(), processor, _key(aggregate_id), version, position, work)
+            partial(self._handle_once, monotonic(), processor, _key(aggregate_id), version, position, in_context)
         )
 
     async def prepare(self, context: RuntimeContext, /) -> None:  # noqa: ARG002 - needs nothing of the runtime
