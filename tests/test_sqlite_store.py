@@ -552,8 +552,8 @@ class TestLocks:
             await store.aclose()
             hook(monkeypatch, before=note)
             await store.open()
-            waits.clear()
             with write_lock(path):
+                waits.clear()
                 async with trio.open_nursery() as nursery:
                     for n in range(20):
                         nursery.start_soon(collect, partial(store.append, stream(order(n), 1)), outcomes)
