@@ -16,7 +16,7 @@ BOUND = 110
 ENVIRONMENT = {
     name: value
     for name, value in os.environ.items()
-    if name not in {"FORCE_COLOR", "COLUMNS", "TTY_COMPATIBLE", "TTY_INTERACTIVE"}
+    if name not in {"FORCE_COLOR", "COLUMNS", "TTY_COMPATIBLE", "TTY_INTERACTIVE"} and not name.startswith("WOW_")
 }
 
 posix = pytest.mark.skipif(os.name != "posix", reason="sends signals to a process")

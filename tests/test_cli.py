@@ -247,9 +247,14 @@ class TestRun:
             assert process.finish() == (0, "", "")
 
     def test_a_program_that_has_set_up_logging_keeps_it(self, folder: Path) -> None:
-        (folder / "shop.py").write_text("import logging\nlogging.basicConfig(format='mine: %(message)s')\n" + MODULE)
-        with running(folder, PREPARE="broken") as process:
-            errors = process.finish()[2]
+        own = "import logging\nlogging.basicConfig(level='INFO', format='mine: %(message)s')\n"
+        (folder / "shop.py").write_text(own + MODULE)
+        with running(folder) as process:
+            process.read_until("serving")
+            process.send(signal.SIGTERM)
+            code, _, errors = process.finish()
+        assert code == 0
+        assert "mine: shop:app is served" in errors
         assert "INFO" not in errors
 
 
@@ -263,6 +268,16 @@ class TestSettings:
             process.send(signal.SIGTERM)
             assert process.finish()[0] == 0
         assert "workers=7, max_in_flight=55, throughput=8" in line
+
+    def test_an_option_beats_a_bad_variable_and_a_file_the_one_of_the_environment(self, folder: Path) -> None:
+        (folder / "wow.toml").write_text("[dispatch]\nthroughput = 6\n")
+        with running(
+            folder, "--settings", "wow.toml", "--workers", "7", WOW_DISPATCH_WORKERS="0", WOW_SETTINGS="none.toml"
+        ) as process:
+            line = process.read_until("serving").splitlines()[-1]
+            process.send(signal.SIGTERM)
+            assert process.finish()[0] == 0
+        assert "workers=7, max_in_flight=256, throughput=6" in line
 
     def test_only_options_go_before_the_settings_of_a_program(self, folder: Path) -> None:
         own = MODULE.replace("app = App(", "other = App(") + "\napp = holder.own\n"
@@ -436,14 +451,43 @@ class TestEvents:
             "request_id": "r1",
         }
 
-    def test_a_terminal_gets_a_table_that_cuts_nothing(self, history: Path) -> None:
+    def test_settings_are_not_read(self, history: Path) -> None:
+        assert events(history, "shop.door", "front", WOW_DISPATCH_WORKERS="0", WOW_SETTINGS="none.toml")[0] == 0
+
+    @pytest.mark.parametrize("version", [2**63 - 1, 2**63, 10**30])
+    def test_a_version_beyond_every_history_is_one_line(self, history: Path, version: int) -> None:
+        code, _, errors = events(history, "shop.door", "front", "--state", str(version))
+        assert code == 1
+        assert one_line(errors) == f"shop.door/front has no version {version}; its history ends at 2"
+
+    @pytest.mark.parametrize("arguments", [[], ["--state", "1"], ["--json"]])
+    def test_an_output_that_cannot_be_written_is_one_line(self, history: Path, arguments: list[str]) -> None:
+        command = [sys.executable, *COMMAND, "events", "shop_history:app", "shop.door", "front", *arguments]
+        with Path("/dev/full").open("w") as full:
+            done = subprocess.run(
+                command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=history, env=environment(), timeout=60
+            )
+        assert done.returncode == 1
+        assert one_line(done.stderr) == "the output cannot be written: No space left on device"
+
+    def test_a_signal_while_the_module_is_imported_is_one_line(self, history: Path) -> None:
+        (history / "slow.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+        command = (*COMMAND, "events", "slow:app", "shop.door", "front")
+        with PythonProcess(*command, cwd=history, env=environment()) as process:
+            process.read_until("importing")
+            process.send(signal.SIGTERM)
+            code, _, errors = process.finish()
+        assert (code, one_line(errors)) == (143, "ended by SIGTERM before it served")
+
+    @pytest.mark.parametrize("columns", [80, 20])
+    def test_a_terminal_gets_a_table_that_cuts_nothing(self, history: Path, columns: int) -> None:
         ours, theirs = pty.openpty()
         with subprocess.Popen(
             [sys.executable, *COMMAND, "events", "shop_history:app", "shop.door", "front"],
             stdout=theirs,
             stderr=subprocess.PIPE,
             cwd=history,
-            env=environment(TERM="xterm-256color"),
+            env=environment(TERM="xterm-256color", COLUMNS=str(columns)),
         ) as process:
             os.close(theirs)
             shown = b""
@@ -455,7 +499,7 @@ class TestEvents:
             os.close(ours)
             assert process.wait() == 0
         text = shown.decode()
-        assert "─" in text
+        assert ("─" in text) is (columns == 80)  # a narrow one would show next to nothing
         assert text.count("a") >= 300
         assert "[red]b[/red]" in text
         assert "\x1b[31m" not in text
@@ -504,7 +548,7 @@ class TestEvents:
         (tmp_path / "shop.db").write_text("no database" * 100)
         code, _, errors = events(tmp_path, "shop.door", "front")
         assert code == 1
-        assert one_line(errors).startswith("shop.db: it is no SQLite database")
+        assert one_line(errors).startswith(f"{tmp_path / 'shop.db'}: it is no SQLite database")
 
     def test_a_reader_that_leaves_is_no_traceback(self, history: Path) -> None:
         read, write = os.pipe()

@@ -291,10 +291,13 @@ class TestApp:
         assert own.settings == Settings()
         assert own.has_own_settings
 
-    def test_a_bad_setting_is_found_when_it_is_made(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_bad_setting_is_found_when_it_is_needed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("WOW_DISPATCH_WORKERS", "0")
-        with pytest.raises(SettingsError):
-            App([Dough])
+        app = App([Dough])
+        app.runtime(settings=Settings())
+        for _ in range(2):
+            with pytest.raises(SettingsError):
+                app.runtime()
 
     def test_its_runtimes_use_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
         made: list[dict[str, object]] = []

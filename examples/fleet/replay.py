@@ -46,6 +46,7 @@ from trio_wow.errors import (
     DuplicateRequestIdError,
     RuntimeStateError,
     SerializationError,
+    SettingsError,
     ShutdownDeadlineError,
     StoreError,
     VersionConflictError,
@@ -433,11 +434,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Before or after the runtime, which takes the signal while it serves.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         complain("interrupted; run it again")
-    except* BrokenPipeError:
-        # The reader has gone (`| head`). What is still buffered must not fail once more at exit.
+    except* OSError as group:
+        # The reader has gone (`| head`), or nothing can be written. What is buffered must not fail once more at exit.
+        error = first_of(group)
+        if not isinstance(error, BrokenPipeError):
+            complain(f"the output cannot be written: {error}")
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = DIFFERENT
-    except* (StoreError, SerializationError) as group:
+    except* (StoreError, SerializationError, SettingsError) as group:
         complain(str(first_of(group)))
         code = UNUSABLE
     return code

@@ -48,20 +48,18 @@ class App:
         store: where events are kept; by default in memory. One that is a `SnapshotStore` keeps the snapshots too, one
             that is a `CheckpointStore` the checkpoints, and one that is a `RuntimeComponent` is opened when a runtime
             starts and closed when it stops. It is the caller's, and outlives the runtimes.
-        settings: of its runtimes; `None` for what `load_settings` finds in the environment and in a file. `trio-wow
-            run` reads neither where they are given: only its options go before them.
+        settings: of its runtimes; `None` for what `load_settings` finds in the environment and in a file when the first
+            runtime is made. `trio-wow run` reads neither where they are given: only its options go before them.
 
     Attributes:
         domain: the registry of the aggregates.
         store: the event store.
-        settings: of its runtimes.
         has_own_settings: whether its program gave it the settings.
         repository: loads aggregates.
         gateway: sends commands to the runtime that is running.
 
     Raises:
         ConfigurationError: aggregates or processors do not fit together.
-        SettingsError: a setting in the environment or the file is not legal.
         TypeError: one of them is none.
     """
 
@@ -74,7 +72,7 @@ class App:
         settings: Settings | None = None,
     ) -> None:
         self.has_own_settings = settings is not None
-        self.settings = settings if settings is not None else load_settings()
+        self._settings = settings
         self.domain = aggregates if isinstance(aggregates, Domain) else Domain(aggregates)
         self.store = store if store is not None else InMemoryEventStore(self.domain.serializer)
         snapshots = self.store if isinstance(self.store, SnapshotStore) else InMemorySnapshotStore()
@@ -87,6 +85,17 @@ class App:
         self.gateway = CommandGateway(self.domain, self._commands, results=self._results)
         self._processors = list(processors)
         self._components()  # finds what does not fit now rather than at the start
+
+    @property
+    def settings(self) -> Settings:
+        """Its own, or those that `load_settings` finds when they are first asked for.
+
+        Raises:
+            SettingsError: a setting in the environment or the file is not legal.
+        """
+        if self._settings is None:
+            self._settings = load_settings()
+        return self._settings
 
     def runtime(
         self,
@@ -111,6 +120,7 @@ class App:
 
         Raises:
             ValueError: a number is out of its range; see `Runtime`.
+            SettingsError: as for `App.settings`, where it is not given other ones.
         """
         settings = settings if settings is not None else self.settings
         if executor is None:

@@ -14,6 +14,9 @@ def main() -> int:
     """
     try:
         from trio_wow.cli._command import run
+    except KeyboardInterrupt:
+        sys.stderr.write("trio-wow: ended by SIGINT before it served\n")
+        return 130
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("click", "rich"):
             raise

@@ -12,7 +12,7 @@ import click
 
 from trio_wow.cli._events import Query, show
 from trio_wow.cli._failure import FAILED, USAGE, Failure, Interrupted
-from trio_wow.cli._run import serve
+from trio_wow.cli._run import serve, signals_before_it_runs
 from trio_wow.errors import SettingsError
 
 __all__ = ["run"]
@@ -115,20 +115,21 @@ def _with_option_names(text: str) -> str:
 def _events(app: str, aggregate: str, id: str, version: int | None, as_json: bool, show_traceback: bool) -> None:
     """Show what has happened to one aggregate, such as "fleet.aircraft N14228", in the store of an application.
 
-    Nothing is served. The state at a version is made from the events up to it; 0 is the one before the first event. The
-    tenant does not matter.
+    Nothing is served; a store that does not exist yet is made, and empty. The state at a version is made from the
+    events up to it; 0 is the one before the first event. The tenant does not matter.
     """
-    show(Query(app, aggregate, id, version, as_json), show_traceback=show_traceback)
+    with signals_before_it_runs():
+        show(Query(app, aggregate, id, version, as_json), show_traceback=show_traceback)
 
 
 def run() -> int:
     """Run the command; returns the exit code."""
     code = _exit_code()
     try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        _silence_stdout()
-        code = code or FAILED
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError as error:
+        code = code or _unwritten(error)
     if code:
         # A thread that the program left behind must not keep a process that has failed.
         main = threading.main_thread()
@@ -152,12 +153,15 @@ def _exit_code() -> int:
     except Interrupted as error:
         click.echo(f"trio-wow: ended by {signal.Signals(error.number).name} before it served", err=True)
         return 128 + error.number
-    except BrokenPipeError:
-        _silence_stdout()
-        return FAILED
+    except OSError as error:
+        return _unwritten(error)
     return result if isinstance(result, int) else 0
 
 
-def _silence_stdout() -> None:
+def _unwritten(error: OSError) -> int:
+    """Say that the output could not be written; a reader that has gone need not be told."""
+    if not isinstance(error, BrokenPipeError):
+        click.echo(f"trio-wow: the output cannot be written: {error.strerror or error}", err=True)
     # What is left in the buffer would fail once more when the interpreter flushes it.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return FAILED

@@ -23,6 +23,9 @@ from trio_wow.messages import AggregateId, DomainEventStream
 
 __all__ = ["Query", "show"]
 
+NARROW = 60
+"""Columns of a terminal that a table needs."""
+
 
 @frozen
 class Query:
@@ -148,7 +151,10 @@ async def _state(app: App, aggregate_id: AggregateId, version: int, query: Query
 
 
 def _is_terminal() -> bool:
-    return sys.stdout.isatty() and not Console().is_dumb_terminal
+    if sys.stdout is None or not sys.stdout.isatty():
+        return False
+    console = Console()
+    return not console.is_dumb_terminal and console.width >= NARROW  # in less, a table shows next to nothing
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:

@@ -37,7 +37,7 @@ class Failure(click.ClickException):
 def printable(text: str) -> str:
     """Escape what a terminal would obey rather than show, and what stdout cannot encode."""
     shown = "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
-    encoding = sys.stdout.encoding or "utf-8"
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"  # there may be no stdout
     return shown.encode(encoding, "backslashreplace").decode(encoding)
 
 

@@ -16,7 +16,7 @@ from trio_wow.cli._failure import FAILED, Failure, Interrupted, expected
 from trio_wow.cli._target import load_app
 from trio_wow.runtime import Runtime
 
-__all__ = ["serve"]
+__all__ = ["serve", "signals_before_it_runs"]
 
 _log = logging.getLogger("trio_wow.cli")
 
@@ -32,7 +32,7 @@ def serve(target: str, *, file: str | None, arguments: Mapping[str, object], lev
         SettingsError: a setting is not legal.
         Interrupted: a signal came before there was a runtime.
     """
-    with _signals_before_it_runs():
+    with signals_before_it_runs():
         app = load_app(target, show_traceback=show_traceback)
         if not logging.root.handlers:
             logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -48,7 +48,7 @@ def serve(target: str, *, file: str | None, arguments: Mapping[str, object], lev
 
 
 @contextmanager
-def _signals_before_it_runs() -> Iterator[None]:
+def signals_before_it_runs() -> Iterator[None]:
     """Let a signal end what is not running yet with `Interrupted`, and put the handlers back at the end."""
     kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 

@@ -87,4 +87,6 @@ class AggregateId:
             check_identifier("tenant", self.tenant)
 
     def __str__(self) -> str:
-        return f"{self.context}.{self.aggregate}/{self.id}"
+        # Names of tasks and lines of logs are made of it, and an ID may hold a line's end or a terminal's commands.
+        id = self.id if self.id.isprintable() else self.id.encode("unicode_escape").decode()
+        return f"{self.context}.{self.aggregate}/{id}"

@@ -405,6 +405,8 @@ class Runtime:
         held = {slot.name: tuple(_held(slot)) for slot in reversed(prepared) if not slot.left.is_set()}
         error = ShutdownDeadlineError(reason, held, sorted(lease.name for lease in self._admission.leases))
         _log.error("%s", error)
+        for failure in self._errors:  # a task that shields itself may keep `serve` from ever raising them
+            _log.error("before that a component had failed", exc_info=failure)
         self._errors.append(error)
         for slot in reversed(prepared):
             self._guarded(slot.component.force_stop)

@@ -171,7 +171,7 @@ class Database:
         try:
             connection.execute("PRAGMA synchronous = FULL")
             version = self._schema_version(connection)
-            if version in (None, SCHEMA_VERSION):
+            if version is None or (version == SCHEMA_VERSION and self._writes):
                 self._use_wal(connection)
             if version is None:
                 connection.execute("BEGIN IMMEDIATE")

@@ -137,7 +137,7 @@ class SqliteStore:
     ) -> Sequence[DomainEventStream]:
         """See `EventStore.load`."""
         query = f"SELECT version, data {_OF} AND version > ? AND version <= ? ORDER BY version"
-        rows = await self._fetch(query, (*_key(aggregate_id), after, _LAST if until is None else until))
+        rows = await self._fetch(query, (*_key(aggregate_id), after, _LAST if until is None else min(until, _LAST)))
         return [self._read(aggregate_id, version, data) for version, data in rows]
 
     async def load_request(self, aggregate_id: AggregateId, request_id: str) -> DomainEventStream | None:
