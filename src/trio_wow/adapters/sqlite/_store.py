@@ -24,11 +24,17 @@ __all__ = ["SqliteStore"]
 _LAST = 2**63 - 1
 
 # All that an append needs when it succeeds: each call of SQLite gives the interpreter up and has to take it back.
+# The parameters have names, as Python 3.12 takes numbered ones for such.
 _APPEND = """
 INSERT INTO wow_streams (context, aggregate, id, version, request_id, data)
-SELECT ?1, ?2, ?3, ?4, ?5, ?6
-WHERE ?4 = 1 + coalesce((SELECT max(version) FROM wow_streams WHERE context = ?1 AND aggregate = ?2 AND id = ?3), 0)
-    AND NOT EXISTS (SELECT 1 FROM wow_streams WHERE context = ?1 AND aggregate = ?2 AND id = ?3 AND request_id = ?5)
+SELECT :context, :aggregate, :id, :version, :request_id, :data
+WHERE :version = 1 + coalesce(
+        (SELECT max(version) FROM wow_streams WHERE context = :context AND aggregate = :aggregate AND id = :id), 0
+    )
+    AND NOT EXISTS (
+        SELECT 1 FROM wow_streams
+        WHERE context = :context AND aggregate = :aggregate AND id = :id AND request_id = :request_id
+    )
 """
 _WHERE = "WHERE context = ? AND aggregate = ? AND id = ?"
 _OF = f"FROM wow_streams {_WHERE}"
@@ -116,7 +122,14 @@ class SqliteStore:
         except Exception:
             await trio.lowlevel.checkpoint()  # this method is one, however it ends
             raise
-        row = (*_key(stream.aggregate_id), stream.version, stream.request_id, data)
+        row = {
+            "context": stream.aggregate_id.context,
+            "aggregate": stream.aggregate_id.aggregate,
+            "id": stream.aggregate_id.id,
+            "version": stream.version,
+            "request_id": stream.request_id,
+            "data": data,
+        }
         await self._writes.run(partial(self._append, stream, row))
 
     async def load(
@@ -225,7 +238,7 @@ class SqliteStore:
     def force_stop(self) -> None:
         """See `RuntimeComponent.force_stop`. What a thread has begun is finished; the file stays open."""
 
-    def _append(self, stream: DomainEventStream, row: tuple[Any, ...]) -> None:
+    def _append(self, stream: DomainEventStream, row: dict[str, object]) -> None:
         aggregate_id = stream.aggregate_id
         try:
             with self._writer.writing() as connection, self._writer.translating():
