@@ -34,6 +34,7 @@ from trio_wow.errors import (
     AppendOutcomeUnknownError,
     DuplicateRequestIdError,
     InvalidIdentifierError,
+    ShutdownDeadlineError,
     StoreError,
     StoreFormatError,
     StoreFullError,
@@ -565,6 +566,27 @@ class TestLocks:
             assert stored(path) == []
             await store.append(stream(A, 1))
 
+    async def test_forced_stop_behind_a_lock_leaves_a_usable_store(self, path: Path) -> None:
+        async with SqliteStore(path, DOMAIN.serializer, busy_timeout=0.3) as store:
+            app = App(DOMAIN, store=store)
+            runtime = app.runtime(signals=False, shutdown_quiet_period=0)
+            outcomes: list[BaseException | None] = []
+            with write_lock(path):
+                async with trio.open_nursery() as nursery:
+
+                    async def serve(*, task_status: trio.TaskStatus[Any]) -> None:
+                        with pytest.raises(ShutdownDeadlineError):
+                            await runtime.serve(task_status=task_status)
+
+                    await nursery.start(serve)
+                    for n in range(50):
+                        nursery.start_soon(collect, partial(app.gateway.send_and_wait, Place(str(n))), outcomes)
+                    await wait_all_tasks_blocked()
+                    runtime.force_stop()
+            assert len(outcomes) == 50
+            assert stored(path) == []
+            await store.append(stream(A, 1))
+
     async def test_a_lock_keeps_no_reader_waiting(self, path: Path) -> None:
         async with SqliteStore(path, DOMAIN.serializer) as store:
             await store.append(stream(A, 1))
@@ -935,7 +957,7 @@ class TestHandleOnce:
                 if not goes_on:
                     raise
 
-        with pytest.raises((sqlite3.IntegrityError, StoreError)):
+        with pytest.raises((sqlite3.IntegrityError, StoreError), match="UNIQUE constraint|use no OR ROLLBACK"):
             await store.handle_once("p", A, 2, 2, work)
         assert self.views(path) == [1]
         assert await store.load_version("p", A) == 1

@@ -14,7 +14,7 @@ import trio
 
 from trio_wow.adapters.sqlite._database import CommitError, Database
 from trio_wow.adapters.sqlite._lane import Lane
-from trio_wow.errors import AppendOutcomeUnknownError, DuplicateRequestIdError, VersionConflictError
+from trio_wow.errors import AppendOutcomeUnknownError, DuplicateRequestIdError, StoreError, VersionConflictError
 from trio_wow.eventsourcing import RecordedStream, Snapshot
 from trio_wow.messages import AggregateId, DomainEventStream, Serializer
 from trio_wow.runtime import RuntimeContext
@@ -211,7 +211,12 @@ class SqliteStore:
         position: int,
         work: Callable[[sqlite3.Connection], object],
     ) -> bool:
-        """See `CheckpointStore.handle_once`. The transaction is a `sqlite3.Connection`."""
+        """See `CheckpointStore.handle_once`. The transaction is a `sqlite3.Connection`.
+
+        A commit, a rollback and `executescript` (which commits) raise a `sqlite3.DatabaseError` in `work`; savepoints
+        are allowed. `OR ROLLBACK` cannot be refused: whoever uses it must let its error out. A `StoreError` of the
+        commit itself leaves open whether the work is kept; the same call again does it only if it is not.
+        """
         context = copy_context()  # the thread has that of whoever leads the lane
 
         def in_context(connection: sqlite3.Connection) -> object:
@@ -282,6 +287,8 @@ class SqliteStore:
             finally:
                 connection.set_authorizer(None)
                 connection.row_factory, connection.text_factory = row_factory, text_factory
+            if not connection.in_transaction:
+                raise StoreError(str(self.path), "a statement of the work ended its transaction; use no OR ROLLBACK")
         return True
 
     async def _fetch(self, query: str, parameters: tuple[Any, ...]) -> list[tuple[Any, ...]]:
