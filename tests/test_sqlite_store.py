@@ -2,6 +2,7 @@
 
 import contextvars
 import os
+import random
 import resource
 import signal
 import sqlite3
@@ -34,6 +35,7 @@ from trio_wow.errors import (
     AppendOutcomeUnknownError,
     DuplicateRequestIdError,
     InvalidIdentifierError,
+    SerializationError,
     ShutdownDeadlineError,
     StoreError,
     StoreFormatError,
@@ -192,12 +194,11 @@ class TestFs17History(laws.TestFs17History):
         async with SqliteStore(self.path, before.serializer) as store:
             for each in streams:
                 await store.append(each)
-        # Not closed by anybody: it opens nothing that the test's own store does not close.
         return _ClosingStore(self.path, laws.Migrating(before.serializer, after.serializer))
 
 
 class _ClosingStore(SqliteStore):
-    """Closes its file after each call."""
+    """Closes its file after each call, as those who are given it do not."""
 
     async def append(self, stream: DomainEventStream) -> None:
         async with self:
@@ -809,6 +810,48 @@ class TestUnusableFiles:
         with closing(sqlite3.connect(path)) as connection:
             connection.execute("CREATE TABLE wow_schema (version)")
         await self.check(path, call, StoreFormatError, "its schema version is None")
+
+
+class TestDamage:
+    async def test_whatever_is_damaged_the_error_is_one_of_the_contract(self, path: Path, tmp_path: Path) -> None:
+        async with SqliteStore(path, DOMAIN.serializer) as store:
+            for version in range(1, 20):
+                await store.append(stream(A, version))
+                await store.append(stream(order(version), 1))
+            await store.save_checkpoint("mails", 3)
+        whole = path.read_bytes()
+        raised: set[type] = set()
+        for seed in range(300):
+            numbers = random.Random(seed)
+            data = bytearray(whole[: numbers.choice([len(whole), numbers.randrange(1, len(whole))])])
+            for _ in range(numbers.choice([1, 5, 50, 500])):
+                data[numbers.randrange(len(data))] = numbers.randrange(256)
+            damaged = tmp_path / f"{seed}.db"
+            damaged.write_bytes(data)
+            store = SqliteStore(damaged, DOMAIN.serializer)
+            for call in METHODS.values():
+                try:
+                    await call(store)
+                except (StoreError, SerializationError, DuplicateRequestIdError, VersionConflictError) as error:
+                    raised.add(type(error))
+            await store.aclose()
+        assert StoreFormatError in raised
+
+    @pytest.mark.parametrize("column", ["context", "aggregate", "id"])
+    async def test_stream_that_names_no_aggregate(self, store: SqliteStore, path: Path, column: str) -> None:
+        await store.append(stream(A, 1))
+        with closing(sqlite3.connect(path)) as connection, connection:
+            connection.execute(f"UPDATE wow_streams SET {column} = ' '")
+        with pytest.raises(StoreFormatError, match="it is damaged at position 1"):
+            await store.read_all(0, 10)
+
+    async def test_words_of_sqlite_that_cannot_be_read(self, store: SqliteStore, path: Path) -> None:
+        await store.aclose()
+        with closing(sqlite3.connect(path)) as connection, connection:
+            connection.execute("PRAGMA writable_schema = ON")
+            connection.execute("UPDATE sqlite_master SET sql = CAST(x'ff' AS TEXT) WHERE name = 'wow_streams'")
+        with pytest.raises(StoreFormatError, match="damaged"):
+            await store.load(A)
 
 
 class TestDisk:

@@ -14,7 +14,14 @@ import trio
 
 from trio_wow.adapters.sqlite._database import CommitError, Database
 from trio_wow.adapters.sqlite._lane import Lane
-from trio_wow.errors import AppendOutcomeUnknownError, DuplicateRequestIdError, StoreError, VersionConflictError
+from trio_wow.errors import (
+    AppendOutcomeUnknownError,
+    DuplicateRequestIdError,
+    InvalidIdentifierError,
+    StoreError,
+    StoreFormatError,
+    VersionConflictError,
+)
 from trio_wow.eventsourcing import RecordedStream, Snapshot
 from trio_wow.messages import AggregateId, DomainEventStream, Serializer
 from trio_wow.runtime import RuntimeContext
@@ -308,7 +315,10 @@ class SqliteStore:
     def _recorded(
         self, position: int, context: str, aggregate: str, id: str, version: int, data: bytes
     ) -> RecordedStream:
-        aggregate_id = AggregateId(context, aggregate, id)
+        try:
+            aggregate_id = AggregateId(context, aggregate, id)
+        except InvalidIdentifierError as error:
+            raise StoreFormatError(str(self.path), f"it is damaged at position {position} ({error})") from error
         return RecordedStream(position, aggregate_id, version, partial(self._read, aggregate_id, version, data))
 
     def _read(self, aggregate_id: AggregateId, version: int, data: bytes) -> DomainEventStream:
