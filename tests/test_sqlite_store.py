@@ -1364,6 +1364,28 @@ class TestLane:
         assert [type(each) for each in outcomes] == [trio.Cancelled]
         assert done == [0, 1, 2]
 
+    async def test_job_does_not_notice_that_its_leader_is_cancelled(self) -> None:
+        lane, gate, outcomes = Lane(), Gate(), list[BaseException | None]()
+        scope = trio.CancelScope()
+
+        def cancel() -> None:
+            trio.from_thread.run_sync(scope.cancel)
+
+        async def lead() -> None:
+            with scope:
+                await lane.run(cancel)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(lane.run, gate)
+            await gate.begun.wait()
+            nursery.start_soon(lead)
+            await wait_all_tasks_blocked()
+            nursery.start_soon(collect, partial(lane.run, trio.from_thread.check_cancelled), outcomes)
+            await wait_all_tasks_blocked()
+            gate.open()
+        assert scope.cancel_called
+        assert outcomes == [None]
+
     async def test_error_is_only_its_own_callers(self) -> None:
         lane, gate, done, outcomes = Lane(), Gate(), list[int](), list[BaseException | None]()
 

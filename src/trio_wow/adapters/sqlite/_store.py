@@ -109,8 +109,10 @@ class SqliteStore:
         Cancellation: it is closed all the same.
         """
         with trio.CancelScope(shield=True):
-            await self._reads.run(self._reader.close)
-            await self._writes.run(self._writer.close)
+            try:
+                await self._reads.run(self._reader.close)
+            finally:
+                await self._writes.run(self._writer.close)
         await trio.lowlevel.checkpoint_if_cancelled()
 
     async def __aenter__(self) -> Self:
