@@ -2,6 +2,7 @@
 
 import contextvars
 import os
+import random
 import resource
 import signal
 import sqlite3
@@ -34,6 +35,8 @@ from trio_wow.errors import (
     AppendOutcomeUnknownError,
     DuplicateRequestIdError,
     InvalidIdentifierError,
+    SerializationError,
+    ShutdownDeadlineError,
     StoreError,
     StoreFormatError,
     StoreFullError,
@@ -191,12 +194,11 @@ class TestFs17History(laws.TestFs17History):
         async with SqliteStore(self.path, before.serializer) as store:
             for each in streams:
                 await store.append(each)
-        # Not closed by anybody: it opens nothing that the test's own store does not close.
         return _ClosingStore(self.path, laws.Migrating(before.serializer, after.serializer))
 
 
 class _ClosingStore(SqliteStore):
-    """Closes its file after each call."""
+    """Closes its file after each call, as those who are given it do not."""
 
     async def append(self, stream: DomainEventStream) -> None:
         async with self:
@@ -563,6 +565,27 @@ class TestLocks:
                 await store.append(stream(A, version))
             assert waits[-1] == 200
 
+    async def test_forced_stop_behind_a_lock_leaves_a_usable_store(self, path: Path) -> None:
+        async with SqliteStore(path, DOMAIN.serializer, busy_timeout=0.3) as store:
+            app = App(DOMAIN, store=store)
+            runtime = app.runtime(signals=False, shutdown_quiet_period=0)
+            outcomes: list[BaseException | None] = []
+            with write_lock(path):
+                async with trio.open_nursery() as nursery:
+
+                    async def serve(*, task_status: trio.TaskStatus[Any]) -> None:
+                        with pytest.raises(ShutdownDeadlineError):
+                            await runtime.serve(task_status=task_status)
+
+                    await nursery.start(serve)
+                    for n in range(50):
+                        nursery.start_soon(collect, partial(app.gateway.send_and_wait, Place(str(n))), outcomes)
+                    await wait_all_tasks_blocked()
+                    runtime.force_stop()
+            assert len(outcomes) == 50
+            assert stored(path) == []
+            await store.append(stream(A, 1))
+
     async def test_a_lock_keeps_no_reader_waiting(self, path: Path) -> None:
         async with SqliteStore(path, DOMAIN.serializer) as store:
             await store.append(stream(A, 1))
@@ -787,6 +810,48 @@ class TestUnusableFiles:
         await self.check(path, call, StoreFormatError, "its schema version is None")
 
 
+class TestDamage:
+    async def test_whatever_is_damaged_the_error_is_one_of_the_contract(self, path: Path, tmp_path: Path) -> None:
+        async with SqliteStore(path, DOMAIN.serializer) as store:
+            for version in range(1, 20):
+                await store.append(stream(A, version))
+                await store.append(stream(order(version), 1))
+            await store.save_checkpoint("mails", 3)
+        whole = path.read_bytes()
+        raised: set[type] = set()
+        for seed in range(300):
+            numbers = random.Random(seed)
+            data = bytearray(whole[: numbers.choice([len(whole), numbers.randrange(1, len(whole))])])
+            for _ in range(numbers.choice([1, 5, 50, 500])):
+                data[numbers.randrange(len(data))] = numbers.randrange(256)
+            damaged = tmp_path / f"{seed}.db"
+            damaged.write_bytes(data)
+            store = SqliteStore(damaged, DOMAIN.serializer)
+            for call in METHODS.values():
+                try:
+                    await call(store)
+                except (StoreError, SerializationError, DuplicateRequestIdError, VersionConflictError) as error:
+                    raised.add(type(error))
+            await store.aclose()
+        assert StoreFormatError in raised
+
+    @pytest.mark.parametrize("column", ["context", "aggregate", "id"])
+    async def test_stream_that_names_no_aggregate(self, store: SqliteStore, path: Path, column: str) -> None:
+        await store.append(stream(A, 1))
+        with closing(sqlite3.connect(path)) as connection, connection:
+            connection.execute(f"UPDATE wow_streams SET {column} = ' '")
+        with pytest.raises(StoreFormatError, match="it is damaged at position 1"):
+            await store.read_all(0, 10)
+
+    async def test_words_of_sqlite_that_cannot_be_read(self, store: SqliteStore, path: Path) -> None:
+        await store.aclose()
+        with closing(sqlite3.connect(path)) as connection, connection:
+            connection.execute("PRAGMA writable_schema = ON")
+            connection.execute("UPDATE sqlite_master SET sql = CAST(x'ff' AS TEXT) WHERE name = 'wow_streams'")
+        with pytest.raises(StoreFormatError, match="damaged"):
+            await store.load(A)
+
+
 class TestDisk:
     async def test_tables_that_are_not_what_they_should_be(self, store: SqliteStore, path: Path) -> None:
         with closing(sqlite3.connect(path)) as connection:
@@ -933,7 +998,7 @@ class TestHandleOnce:
                 if not goes_on:
                     raise
 
-        with pytest.raises((sqlite3.IntegrityError, StoreError)):
+        with pytest.raises((sqlite3.IntegrityError, StoreError), match="UNIQUE constraint|use no OR ROLLBACK"):
             await store.handle_once("p", A, 2, 2, work)
         assert self.views(path) == [1]
         assert await store.load_version("p", A) == 1
@@ -1296,6 +1361,28 @@ class TestLane:
             gate.open()
         assert [type(each) for each in outcomes] == [trio.Cancelled]
         assert done == [0, 1, 2]
+
+    async def test_job_does_not_notice_that_its_leader_is_cancelled(self) -> None:
+        lane, gate, outcomes = Lane(), Gate(), list[BaseException | None]()
+        scope = trio.CancelScope()
+
+        def cancel() -> None:
+            trio.from_thread.run_sync(scope.cancel)
+
+        async def lead() -> None:
+            with scope:
+                await lane.run(cancel)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(lane.run, gate)
+            await gate.begun.wait()
+            nursery.start_soon(lead)
+            await wait_all_tasks_blocked()
+            nursery.start_soon(collect, partial(lane.run, trio.from_thread.check_cancelled), outcomes)
+            await wait_all_tasks_blocked()
+            gate.open()
+        assert scope.cancel_called
+        assert outcomes == [None]
 
     async def test_error_is_only_its_own_callers(self) -> None:
         lane, gate, done, outcomes = Lane(), Gate(), list[int](), list[BaseException | None]()

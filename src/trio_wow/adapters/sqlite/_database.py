@@ -140,6 +140,8 @@ class Database:
             yield
         except sqlite3.Error as error:
             raise self._translated(error) from error
+        except UnicodeDecodeError as error:  # in a text, or in SQLite's own words on what is wrong
+            raise StoreFormatError(str(self._path), f"it is damaged: what should be text is none ({error})") from error
 
     def _begin(self, connection: sqlite3.Connection, asked_at: float) -> None:
         if self._was_locked:

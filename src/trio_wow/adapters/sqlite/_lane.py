@@ -96,7 +96,9 @@ class Lane:
         left = batch[1:]  # what is left when this is cancelled, or interrupted, before a thread has begun
         self._is_led = True
         try:
-            await trio.to_thread.run_sync(_run_all, batch, limiter=self._limiter)
+            await trio.lowlevel.checkpoint_if_cancelled()
+            with trio.CancelScope(shield=True):  # the others' jobs must not notice that this caller is cancelled
+                await trio.to_thread.run_sync(_run_all, batch, limiter=self._limiter)
             left = [job for job in batch if not job.done]
         finally:
             self._is_led = False

@@ -15,7 +15,15 @@ import trio
 
 from trio_wow.adapters.sqlite._database import CommitError, Database
 from trio_wow.adapters.sqlite._lane import Lane
-from trio_wow.errors import AppendOutcomeUnknownError, DuplicateRequestIdError, SerializationError, VersionConflictError
+from trio_wow.errors import (
+    AppendOutcomeUnknownError,
+    DuplicateRequestIdError,
+    InvalidIdentifierError,
+    SerializationError,
+    StoreError,
+    StoreFormatError,
+    VersionConflictError,
+)
 from trio_wow.eventsourcing import RecordedStream, Snapshot
 from trio_wow.messages import AggregateId, DomainEventStream, Serializer
 from trio_wow.runtime import RuntimeContext
@@ -25,6 +33,7 @@ __all__ = ["SqliteStore"]
 _LAST = 2**63 - 1
 
 # All that an append needs when it succeeds: each call of SQLite gives the interpreter up and has to take it back.
+# The parameters have names, as Python 3.12 takes numbered ones for such.
 _APPEND = """
 INSERT INTO wow_streams (context, aggregate, id, version, request_id, data)
 SELECT :context, :aggregate, :id, :version, :request_id, :data
@@ -102,8 +111,10 @@ class SqliteStore:
         Cancellation: it is closed all the same.
         """
         with trio.CancelScope(shield=True):
-            await self._reads.run(self._reader.close)
-            await self._writes.run(self._writer.close)
+            try:
+                await self._reads.run(self._reader.close)
+            finally:
+                await self._writes.run(self._writer.close)
         await trio.lowlevel.checkpoint_if_cancelled()
 
     async def __aenter__(self) -> Self:
@@ -211,7 +222,12 @@ class SqliteStore:
         position: int,
         work: Callable[[sqlite3.Connection], object],
     ) -> bool:
-        """See `CheckpointStore.handle_once`. The transaction is a `sqlite3.Connection`."""
+        """See `CheckpointStore.handle_once`. The transaction is a `sqlite3.Connection`.
+
+        A commit, a rollback and `executescript` (which commits) raise a `sqlite3.DatabaseError` in `work`; savepoints
+        are allowed. `OR ROLLBACK` cannot be refused: whoever uses it must let its error out. A `StoreError` of the
+        commit itself leaves open whether the work is kept; the same call again does it only if it is not.
+        """
         context = copy_context()  # the thread has that of whoever leads the lane
 
         def in_context(connection: sqlite3.Connection) -> object:
@@ -283,6 +299,8 @@ class SqliteStore:
             finally:
                 connection.set_authorizer(None)
                 connection.row_factory, connection.text_factory = row_factory, text_factory
+            if not connection.in_transaction:
+                raise StoreError(str(self.path), "a statement of the work ended its transaction; use no OR ROLLBACK")
         return True
 
     async def _fetch(self, query: str, parameters: tuple[Any, ...]) -> list[tuple[Any, ...]]:
@@ -304,7 +322,10 @@ class SqliteStore:
     def _recorded(
         self, position: int, context: str, aggregate: str, id: str, version: int, data: bytes
     ) -> RecordedStream:
-        aggregate_id = AggregateId(context, aggregate, id)
+        try:
+            aggregate_id = AggregateId(context, aggregate, id)
+        except InvalidIdentifierError as error:
+            raise StoreFormatError(str(self.path), f"it is damaged at position {position} ({error})") from error
         return RecordedStream(position, aggregate_id, version, partial(self._read, aggregate_id, version, data))
 
     def _read(self, aggregate_id: AggregateId, version: int, data: bytes) -> DomainEventStream:
