@@ -966,6 +966,23 @@ class TestHandleOnce:
         await store.append(stream(A, 2))
         assert await store.handle_once("p", A, 1, 1, insert(1))
 
+    async def test_unfinished_cursor_keeps_no_later_write_out(self, store: SqliteStore, path: Path) -> None:
+        kept: list[sqlite3.Cursor] = []
+
+        def work(connection: sqlite3.Connection) -> None:
+            kept.append(connection.execute("SELECT version FROM wow_streams"))
+            kept[0].fetchone()
+
+        for version in (1, 2, 3):
+            await store.append(stream(A, version))
+        assert await store.handle_once("p", A, 1, 1, work)
+        async with SqliteStore(path, DOMAIN.serializer) as other:
+            await other.append(stream(B, 1))
+        await store.append(stream(A, 4))
+        assert await store.handle_once("p", A, 2, 2, insert(1))
+        assert stored(path) == [("A", 1), ("A", 2), ("A", 3), ("B", 1), ("A", 4)]
+        del kept[:]
+
     async def test_savepoints_are_the_functions_own(self, store: SqliteStore, path: Path) -> None:
         def work(connection: sqlite3.Connection) -> None:
             connection.execute("SAVEPOINT mine")

@@ -118,7 +118,15 @@ class Database:
         """
         connection = self.open()
         with self.translating():
-            self._begin(connection, asked_at)
+            try:
+                self._begin(connection, asked_at)
+            except sqlite3.OperationalError as error:
+                if _name(error) != "SQLITE_BUSY_SNAPSHOT":
+                    raise
+                # A cursor that a work has left unfinished holds this connection in the past: no wait ends that.
+                self._discard(connection)
+                connection = self.open()
+                self._begin(connection, asked_at)
         try:
             yield connection
         except BaseException:
@@ -162,9 +170,12 @@ class Database:
                 connection.execute("ROLLBACK")
         except sqlite3.Error:
             # Nothing can be said of this connection any more. Closing it rolls back; the next use opens another.
-            self._connection = None
-            with suppress(sqlite3.Error):
-                connection.close()
+            self._discard(connection)
+
+    def _discard(self, connection: sqlite3.Connection) -> None:
+        self._connection = None
+        with suppress(sqlite3.Error):
+            connection.close()
 
     def _connect(self) -> sqlite3.Connection:
         connection = sqlite3.connect(
