@@ -256,6 +256,17 @@ class TestContracts:
         assert [await store.version_at(A, position) for position in range(5)] == [0, 1, 1, 2, 2]
         assert await store.version_at(CART, 3) == 0
 
+    @pytest.mark.parametrize("number", [2**63 - 1, 2**63, 10**30, -(2**63), -(2**63) - 1, -(10**30)])
+    async def test_bounds_beyond_every_history(self, store: SqliteStore, number: int) -> None:
+        await store.append(stream(A, 1))
+        count = int(number < 0)
+        assert len(await store.load(A, after=number)) == count
+        assert len(await store.load(A, until=number)) == 1 - count
+        assert len(await store.read_all(number, 10)) == count
+        assert await store.version_at(A, number) == 1 - count
+        if number > 0:
+            assert len(await store.read_all(0, number)) == 1
+
     async def test_fs18_newer_snapshot_remains(self, store: SqliteStore) -> None:
         def at(version: int, data: bytes = b"{}") -> Snapshot:
             return Snapshot(A, version, f"stream {version}", 3, data)

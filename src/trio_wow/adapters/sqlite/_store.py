@@ -148,7 +148,9 @@ class SqliteStore:
     ) -> Sequence[DomainEventStream]:
         """See `EventStore.load`."""
         query = f"SELECT version, data {_OF} AND version > ? AND version <= ? ORDER BY version"
-        rows = await self._fetch(query, (*_key(aggregate_id), after, _LAST if until is None else min(until, _LAST)))
+        rows = await self._fetch(
+            query, (*_key(aggregate_id), _within(after), _within(_LAST if until is None else until))
+        )
         return [self._read(aggregate_id, version, data) for version, data in rows]
 
     async def load_request(self, aggregate_id: AggregateId, request_id: str) -> DomainEventStream | None:
@@ -163,14 +165,14 @@ class SqliteStore:
         rows = await self._fetch(
             "SELECT position, context, aggregate, id, version, data FROM wow_streams "
             "WHERE position > ? ORDER BY position LIMIT ?",
-            (after, limit),
+            (_within(after), _within(limit)),
         )
         return [self._recorded(*row) for row in rows]
 
     async def version_at(self, aggregate_id: AggregateId, position: int) -> int:
         """See `EventStore.version_at`."""
         query = f"SELECT version {_OF} AND position <= ? ORDER BY version DESC LIMIT 1"
-        for (version,) in await self._fetch(query, (*_key(aggregate_id), position)):
+        for (version,) in await self._fetch(query, (*_key(aggregate_id), _within(position))):
             return int(version)
         return 0
 
@@ -341,6 +343,11 @@ _VERSION = "SELECT version FROM wow_versions WHERE processor = ? AND context = ?
 
 def _key(aggregate_id: AggregateId) -> tuple[str, str, str]:
     return (aggregate_id.context, aggregate_id.aggregate, aggregate_id.id)
+
+
+def _within(number: int) -> int:
+    """Bring a bound of a query into the range of SQLite's integers, which are all that it is compared with."""
+    return max(-_LAST, min(number, _LAST))
 
 
 def _leaves_the_transaction_alone(action: int, *_: object) -> int:
