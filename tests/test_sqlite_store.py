@@ -977,6 +977,52 @@ class TestHandleOnce:
         await store.append(stream(A, 2))
         assert await store.handle_once("p", A, 1, 1, insert(1))
 
+    @pytest.mark.parametrize(
+        "statement",
+        [
+            "ATTACH ':memory:' AS other",
+            "DETACH main",
+            "PRAGMA query_only = ON",
+            "PRAGMA Query_Only(1)",
+            "PRAGMA busy_timeout = 0",
+            "PRAGMA locking_mode = EXCLUSIVE",
+            "PRAGMA main.locking_mode = EXCLUSIVE",
+        ],
+    )
+    @pytest.mark.parametrize("goes_on", [False, True])
+    async def test_changing_the_connection_is_refused(
+        self, store: SqliteStore, path: Path, statement: str, goes_on: bool
+    ) -> None:
+        def work(connection: sqlite3.Connection) -> None:
+            insert(1)(connection)
+            try:
+                connection.execute(statement)
+            except sqlite3.DatabaseError:
+                if not goes_on:
+                    raise
+
+        if goes_on:
+            assert await store.handle_once("p", A, 1, 1, work)
+        else:
+            with pytest.raises(sqlite3.DatabaseError, match="not authorized") as caught:
+                await store.handle_once("p", A, 1, 1, work)
+            assert "lent" in caught.value.__notes__[0]
+        assert self.views(path) == [1] * goes_on
+        connection = store._writer.open()
+        assert [name for _, name, _ in connection.execute("PRAGMA database_list")] == ["main"]
+        assert connection.execute("PRAGMA busy_timeout").fetchone() == (5000,)
+        await store.append(stream(A, 1))
+        assert len(await store.load(A)) == 1
+
+    async def test_pragmas_that_change_nothing_of_the_connection_are_allowed(self, store: SqliteStore) -> None:
+        def work(connection: sqlite3.Connection) -> None:
+            assert connection.execute("PRAGMA Table_Info(views)").fetchall()
+            assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+            connection.execute("PRAGMA user_version = 7")
+
+        assert await store.handle_once("p", A, 1, 1, work)
+        assert store._writer.open().execute("PRAGMA user_version").fetchone() == (7,)
+
     async def test_unfinished_cursor_keeps_no_later_write_out(self, store: SqliteStore, path: Path) -> None:
         kept: list[sqlite3.Cursor] = []
 
@@ -993,6 +1039,23 @@ class TestHandleOnce:
         assert await store.handle_once("p", A, 2, 2, insert(1))
         assert stored(path) == [("A", 1), ("A", 2), ("A", 3), ("B", 1), ("A", 4)]
         del kept[:]
+
+    async def test_work_that_would_have_to_be_awaited_is_refused(self, store: SqliteStore, path: Path) -> None:
+        async def coroutine(_: sqlite3.Connection) -> None: ...
+
+        class Awaitable:
+            def __await__(self) -> Iterator[None]:
+                return iter(())
+
+        def late(connection: sqlite3.Connection) -> object:
+            insert(1)(connection)
+            return Awaitable()
+
+        for work in (coroutine, late):
+            with pytest.raises(TypeError, match="the work of p returned an awaitable; make it a plain function"):
+                await store.handle_once("p", A, 1, 1, work)
+        assert self.views(path) == []
+        assert await store.handle_once("p", A, 1, 1, insert(1))
 
     async def test_savepoints_are_the_functions_own(self, store: SqliteStore, path: Path) -> None:
         def work(connection: sqlite3.Connection) -> None:

@@ -5,6 +5,7 @@ import sqlite3
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import copy_context
 from functools import partial
+from inspect import isawaitable, iscoroutine
 from math import inf
 from pathlib import Path
 from time import monotonic
@@ -226,9 +227,14 @@ class SqliteStore:
     ) -> bool:
         """See `CheckpointStore.handle_once`. The transaction is a `sqlite3.Connection`.
 
-        A commit, a rollback and `executescript` (which commits) raise a `sqlite3.DatabaseError` in `work`; savepoints
-        are allowed. `OR ROLLBACK` cannot be refused: whoever uses it must let its error out. A `StoreError` of the
-        commit itself leaves open whether the work is kept; the same call again does it only if it is not.
+        A commit, a rollback, `executescript` (which commits), ATTACH, DETACH and a PRAGMA that changes the connection
+        raise a `sqlite3.DatabaseError` in `work`; savepoints are allowed. `work` keeps neither the connection nor a
+        cursor: the file is not closed while one is unfinished. `OR ROLLBACK` cannot be refused: whoever uses it must
+        let its error out. A `StoreError` of the commit itself leaves open whether the work is kept; the same call
+        again does it only if it is not.
+
+        Raises:
+            TypeError: `work` returned an awaitable, which nothing in a thread awaits; nothing was written.
         """
         context = copy_context()  # the thread has that of whoever leads the lane
 
@@ -295,9 +301,19 @@ class SqliteStore:
                 if position:
                     connection.execute(_CHECKPOINT, (processor, position))
             row_factory, text_factory = connection.row_factory, connection.text_factory
-            connection.set_authorizer(_leaves_the_transaction_alone)
+            connection.set_authorizer(_leaves_the_connection_alone)
             try:
-                work(connection)
+                result = work(connection)
+                if isawaitable(result):
+                    if iscoroutine(result):
+                        result.close()
+                    raise TypeError(f"the work of {processor} returned an awaitable; make it a plain function")
+            except sqlite3.DatabaseError as error:
+                if getattr(error, "sqlite_errorname", None) == "SQLITE_AUTH":
+                    error.add_note(
+                        "The store ends the transaction of a work, whose connection is lent: do not change it."
+                    )
+                raise
             finally:
                 connection.set_authorizer(None)
                 connection.row_factory, connection.text_factory = row_factory, text_factory
@@ -350,5 +366,22 @@ def _within(number: int) -> int:
     return max(-_LAST, min(number, _LAST))
 
 
-def _leaves_the_transaction_alone(action: int, *_: object) -> int:
-    return sqlite3.SQLITE_DENY if action == sqlite3.SQLITE_TRANSACTION else sqlite3.SQLITE_OK
+_LENT = (sqlite3.SQLITE_TRANSACTION, sqlite3.SQLITE_ATTACH, sqlite3.SQLITE_DETACH)
+# What takes a value and leaves the connection as it is; other pragmas would outlast the transaction.
+_PRAGMAS = {
+    "defer_foreign_keys",
+    "foreign_key_check",
+    "foreign_key_list",
+    "index_info",
+    "index_list",
+    "index_xinfo",
+    "table_info",
+    "table_list",
+    "table_xinfo",
+    "user_version",
+}
+
+
+def _leaves_the_connection_alone(action: int, name: str | None, value: str | None, *_: object) -> int:
+    sets = action == sqlite3.SQLITE_PRAGMA and value is not None and (name or "").lower() not in _PRAGMAS
+    return sqlite3.SQLITE_DENY if sets or action in _LENT else sqlite3.SQLITE_OK
