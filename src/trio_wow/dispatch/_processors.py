@@ -3,7 +3,7 @@
 import logging
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from inspect import isawaitable
+from inspect import isawaitable, iscoroutine
 from typing import Any, Protocol, TypeVar
 
 import trio
@@ -342,7 +342,11 @@ class ProcessorDispatcher(MessageDispatcher[M]):
 
         def work(transaction: Any) -> None:
             for call in calls:
-                call.function.call(call.argument, transaction)
+                result = call.function.call(call.argument, transaction)
+                if isawaitable(result):
+                    if iscoroutine(result):
+                        result.close()
+                    raise TypeError(f"{call.function.name} returned an awaitable, which no thread awaits")
 
         try:
             await progress.checkpoints.handle_once(
