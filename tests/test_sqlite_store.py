@@ -1551,3 +1551,24 @@ class TestLane:
         trio.run(run)
         assert outcomes == [None] * 3
         assert done == [0, 1, 2]
+
+
+async def test_a_function_that_returns_an_awaitable_is_an_error_and_handles_nothing(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def later() -> None: ...
+
+    @projection
+    class Lazy:
+        @on_event
+        def placed(self, event: Placed, connection: sqlite3.Connection) -> object:
+            return later()
+
+    store = SqliteStore(path, DOMAIN.serializer)
+    await store.append(stream(A, 1))
+    app = App(DOMAIN, [Lazy()], store=store)
+    async with app.serving(app.runtime(signals=False, shutdown_quiet_period=0)):
+        pass
+    assert "Lazy.placed returned an awaitable, which no thread awaits" in caplog.text
+    assert await store.load_checkpoint("projection-dispatcher/Lazy") == 0
+    await store.aclose()
