@@ -494,6 +494,36 @@ class TestCheckpoints:
             store.locked = False
         assert store.checkpoints == {"event-dispatcher/Mails": 1}
 
+    async def test_a_checkpoint_that_two_move_at_once_never_goes_back(self) -> None:
+        class Slow(DurableStore):
+            gate: trio.Event | None = None
+
+            async def save_checkpoint(self, processor: str, position: int) -> None:
+                if processor == "first" and self.gate is None:
+                    self.gate = trio.Event()
+                    await self.gate.wait()
+                await super().save_checkpoint(processor, position)
+
+        store = Slow(DOMAIN.serializer)
+        note = AggregateId("notes", "notebook", "n")
+        await store.append(
+            DomainEventStream(aggregate_id=note, version=1, events=[Noted("x")], command_id="c", request_id="r")
+        )
+        await store.append(stepped("a", 1, 1))
+        chains = ("chains", "chain")
+        first = _progress.Progress("first", [chains, ("notes", "notebook")], store, store, in_transaction=False)
+        second = _progress.Progress("second", [chains], store, store, in_transaction=False)
+        first.handled(note, 1)
+        for each in (first, second):
+            each.handled(chain("a"), 1)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_progress.advance, store, [first, second])
+            await wait_all_tasks_blocked()
+            await _progress.advance(store, [first, second])
+            assert store.gate is not None
+            store.gate.set()
+        assert (first.position, second.position) == (2, 2)
+
     def test_two_processors_that_would_share_a_checkpoint_are_refused(self) -> None:
         store = DurableStore(DOMAIN.serializer)
         with pytest.raises(ConfigurationError, match="several processors are named Mails"):

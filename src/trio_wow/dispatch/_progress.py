@@ -95,6 +95,8 @@ class Progress:
     def advance(self, page: Sequence[RecordedStream]) -> bool:
         """Move the position over what is handled, and say whether that was all of a page that follows it."""
         for record in page:
+            if record.position <= self.position:
+                continue  # another call has been here since the page was read
             if self.wants(record.aggregate_id):
                 ahead = self._ahead.get(record.aggregate_id, 0)
                 if ahead == record.version:
