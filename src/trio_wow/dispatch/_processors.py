@@ -3,7 +3,7 @@
 import logging
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from inspect import isawaitable, iscoroutine
+from inspect import isawaitable
 from typing import Any, Protocol, TypeVar
 
 import trio
@@ -15,7 +15,7 @@ from trio_wow.dispatch._progress import PAGE, CatchUp, Progress, advance
 from trio_wow.domain import AggregateModel, EventFunction, ProcessorKind, ProcessorModel, processor_model
 from trio_wow.errors import StoreError
 from trio_wow.eventsourcing import EventStore, RecordedStream
-from trio_wow.execution import no_leaked_scope
+from trio_wow.execution import no_leaked_scope, refuse_awaitable
 from trio_wow.messages import AggregateId, DomainEventStream
 from trio_wow.runtime import RuntimeContext
 
@@ -344,9 +344,7 @@ class ProcessorDispatcher(MessageDispatcher[M]):
             for call in calls:
                 result = call.function.call(call.argument, transaction)
                 if isawaitable(result):
-                    if iscoroutine(result):
-                        result.close()
-                    raise TypeError(f"{call.function.name} returned an awaitable, which no thread awaits")
+                    refuse_awaitable(result, f"{call.function.name} returned an awaitable, which no thread awaits")
 
         try:
             await progress.checkpoints.handle_once(

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from contextvars import copy_context
 from functools import partial
-from inspect import isawaitable, iscoroutine, iscoroutinefunction
+from inspect import isawaitable, iscoroutinefunction
 from typing import Generic, TypeVar
 
 import trio
@@ -13,6 +13,7 @@ from trio_wow.errors import ExecutorClosedError
 from trio_wow.execution._errors import split_cancelled
 from trio_wow.execution._isolation import Isolated
 from trio_wow.execution._leaks import no_leaked_scope
+from trio_wow.execution._plain import refuse_awaitable
 from trio_wow.execution._source import BatchSource, DemandSource
 
 __all__ = ["Dispatch"]
@@ -215,10 +216,9 @@ class Dispatch(Generic[T]):
             return run.waited
         result = context.run(self._handler, item)
         if isawaitable(result):
-            if iscoroutine(result):
-                result.close()
-            raise TypeError(
-                f"handler {self._handler_name} is a plain function but returned an awaitable; declare it `async def`"
+            refuse_awaitable(
+                result,
+                f"handler {self._handler_name} is a plain function but returned an awaitable; declare it `async def`",
             )
         return False
 

@@ -5,7 +5,7 @@ import sqlite3
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import copy_context
 from functools import partial
-from inspect import isawaitable, iscoroutine
+from inspect import isawaitable
 from math import inf
 from pathlib import Path
 from time import monotonic
@@ -26,6 +26,7 @@ from trio_wow.errors import (
     VersionConflictError,
 )
 from trio_wow.eventsourcing import RecordedStream, Snapshot
+from trio_wow.execution import refuse_awaitable
 from trio_wow.messages import AggregateId, DomainEventStream, Serializer
 from trio_wow.runtime import RuntimeContext
 
@@ -245,7 +246,7 @@ class SqliteStore:
             partial(self._handle_once, monotonic(), processor, _key(aggregate_id), version, position, in_context)
         )
 
-    async def prepare(self, context: RuntimeContext, /) -> None:  # noqa: ARG002 - needs nothing of the runtime
+    async def prepare(self, _context: RuntimeContext, /) -> None:
         """See `RuntimeComponent.prepare`. Opens the file."""
         await self.open()
 
@@ -305,9 +306,7 @@ class SqliteStore:
             try:
                 result = work(connection)
                 if isawaitable(result):
-                    if iscoroutine(result):
-                        result.close()
-                    raise TypeError(f"the work of {processor} returned an awaitable; make it a plain function")
+                    refuse_awaitable(result, f"the work of {processor} returned an awaitable; make it a plain function")
             except sqlite3.DatabaseError as error:
                 if getattr(error, "sqlite_errorname", None) == "SQLITE_AUTH":
                     error.add_note(
