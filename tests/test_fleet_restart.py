@@ -42,6 +42,12 @@ def store(tmp_path: Path) -> Path:
     return tmp_path / "fleet.db"
 
 
+def run_changed(text: str, store: Path, *arguments: str | Path) -> tuple[int, str, str]:
+    """Run the replay as a program changes it, to its end. Returns the exit code, the output, and the errors."""
+    with PythonProcess(driver(store.parent, text), *arguments, "--store", store, env=ENVIRONMENT) as process:
+        return process.finish()
+
+
 def tables(output: str) -> str:
     """Return what a complete replay prints of its totals."""
     return output[output.index("Carriers by hours flown") : output.index("work orders opened:")]
@@ -135,9 +141,7 @@ sys.exit(replay.main(sys.argv[1:]))
 @posix
 def test_ctrl_c_in_the_middle(data: Path, store: Path, clean: str, seed: int) -> None:
     steps = random.Random(seed).randrange(3_000, 10_000)
-    command = (driver(store.parent, SIGNALLED), str(int(signal.SIGINT)), str(steps), data, "--store", store)
-    with PythonProcess(*command, env=ENVIRONMENT) as process:
-        code, output, errors = process.finish()
+    code, output, errors = run_changed(SIGNALLED, store, str(int(signal.SIGINT)), str(steps), data)
     assert (code, errors) == (130, ""), f"{steps} steps"
     summary = output.splitlines()[-1]
     found = re.fullmatch(
@@ -207,8 +211,7 @@ def test_a_second_ctrl_c_forces_and_nothing_is_lost(data: Path, store: Path, cle
 
 @posix
 def test_killed_between_a_sagas_send_and_the_append_of_its_command(data: Path, store: Path, clean: str) -> None:
-    with PythonProcess(driver(store.parent, KILLED_BEFORE_APPEND), data, "--store", store, env=ENVIRONMENT) as process:
-        code, _, errors = process.finish()
+    code, _, errors = run_changed(KILLED_BEFORE_APPEND, store, data)
     assert (code, errors) == (-signal.SIGKILL, "")
     events = [json.loads(str(data, "utf-8"))["events"] for *_, data in streams(store) if isinstance(data, bytes)]
     due = sum(event["name"] == "CheckDue" for each in events for event in each)
@@ -228,9 +231,7 @@ def test_sigkill_at_random_points(data: Path, store: Path, clean: str) -> None:
     sizes = []
     for _ in range(25):
         steps = rng.choice((rng.randrange(1, 300), rng.randrange(300, 4_000)))
-        command = (driver(store.parent, SIGNALLED), str(int(signal.SIGKILL)), str(steps), data, "--store", store)
-        with PythonProcess(*command, env=ENVIRONMENT) as process:
-            code, _, errors = process.finish()
+        code, _, errors = run_changed(SIGNALLED, store, str(int(signal.SIGKILL)), str(steps), data)
         assert (code, errors) == (-signal.SIGKILL, ""), f"seed {seed}, {steps} steps"
         sizes.append(len(streams(store)) if has_streams(store) else 0)
     assert sizes == sorted(sizes), f"seed {seed}"
@@ -344,8 +345,7 @@ code = replay.main(sys.argv[1:])
 locks[0].close()
 sys.exit(code)
 """
-        with PythonProcess(driver(store.parent, locking), data, "--store", store, env=ENVIRONMENT) as process:
-            code, _, errors = process.finish()
+        code, _, errors = run_changed(locking, store, data)
         assert code == 2
         assert errors.startswith(f"replay: {store}: somebody else has held its lock for longer than 0.2 s; try again; ")
         self.is_finished_later(data, store, clean, errors)
@@ -366,8 +366,7 @@ def limited(database, *arguments, **options):
 sqlite3.connect = limited
 sys.exit(replay.main(sys.argv[1:]))
 """
-        with PythonProcess(driver(store.parent, limited), data, "--store", store, env=ENVIRONMENT) as process:
-            code, output, errors = process.finish()
+        code, output, errors = run_changed(limited, store, data)
         assert code == 2
         assert errors.startswith(f"replay: {store}: there is no room left on its disk; ")
         assert "refused" not in output
@@ -392,8 +391,7 @@ async def failing(self, stream):
 SqliteStore.append = failing
 sys.exit(replay.main(sys.argv[1:]))
 """
-        with PythonProcess(driver(store.parent, failing), data, "--store", store, env=ENVIRONMENT) as process:
-            code, _, errors = process.finish()
+        code, _, errors = run_changed(failing, store, data)
         assert code == 2
         assert f"{ROWS:,} of {ROWS:,} flights logged, {ORDERS - 1} work orders opened; " in errors
         self.is_finished_later(data, store, clean, errors)
@@ -417,8 +415,7 @@ async def failing_once(self, stream):
 SqliteStore.append = failing_once
 sys.exit(replay.main(sys.argv[1:]))
 """
-        with PythonProcess(driver(store.parent, failing_once), data, "--store", store, env=ENVIRONMENT) as process:
-            code, _, errors = process.finish()
+        code, _, errors = run_changed(failing_once, store, data)
         assert code == 2
         self.is_finished_later(data, store, clean, errors)
 

@@ -53,7 +53,7 @@ class MessageDispatcher(ABC, Generic[M]):
         What this raises ends the dispatcher and its runtime, so a user function's `Exception` must not leave it.
         """
 
-    def wants(self, message: M, /) -> bool:  # noqa: ARG002 - a dispatcher may look at it
+    def wants(self, _message: M, /) -> bool:
         """Whether the dispatcher has any use for a message of its aggregates. It may get it all the same."""
         return True
 

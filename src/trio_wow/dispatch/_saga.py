@@ -117,12 +117,7 @@ class SagaDispatcher(EventDispatcher):
         self._sender = SagaSender(domain, commands, results)
 
     async def answer(
-        self,
-        processor: BoundProcessor,  # noqa: ARG002 - every function here is a saga's
-        call: Call,
-        message: DomainEventStream,
-        result: object,
-        /,
+        self, _processor: BoundProcessor, call: Call, message: DomainEventStream, result: object, /
     ) -> None:
         """See `ProcessorDispatcher.answer`."""
         await self._sender.send(result, f"{call.sequence}/{call.function.name}", message)
