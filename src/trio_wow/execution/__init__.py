@@ -6,5 +6,24 @@ from trio_wow.execution._leaks import no_leaked_scope as no_leaked_scope
 from trio_wow.execution._plain import refuse_awaitable as refuse_awaitable
 from trio_wow.execution._source import BatchSource as BatchSource
 from trio_wow.execution._source import DemandSource as DemandSource
+from trio_wow.execution._statistics import Backlog as Backlog
+from trio_wow.execution._statistics import DispatchStatistics as DispatchStatistics
+from trio_wow.execution._statistics import KeyedExecutorStatistics as KeyedExecutorStatistics
+from trio_wow.execution._statistics import WorkerStatistics as WorkerStatistics
+from trio_wow.execution._threads import blocking as blocking
+from trio_wow.execution._threads import direct as direct
 
-__all__ = ["BatchSource", "DemandSource", "KeyedExecutor", "no_leaked_scope", "refuse_awaitable", "split_cancelled"]
+__all__ = [
+    "Backlog",
+    "BatchSource",
+    "DemandSource",
+    "DispatchStatistics",
+    "KeyedExecutor",
+    "KeyedExecutorStatistics",
+    "WorkerStatistics",
+    "blocking",
+    "direct",
+    "no_leaked_scope",
+    "refuse_awaitable",
+    "split_cancelled",
+]

@@ -1,54 +1,52 @@
-"""One dispatch: a window, a table of mailboxes, and a task for each mailbox that has items."""
+"""One dispatch: a receiver with a bounded window, a table of mailboxes, and a lane of them on each worker."""
 
-from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from contextvars import copy_context
-from functools import partial
-from inspect import isawaitable, iscoroutinefunction
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import trio
+from trio.lowlevel import enable_ki_protection
 
-from trio_wow.errors import ExecutorClosedError
+from trio_wow.errors import CancelScopeLeakError, ExecutorClosedError
 from trio_wow.execution._errors import split_cancelled
-from trio_wow.execution._isolation import Isolated
-from trio_wow.execution._leaks import no_leaked_scope
-from trio_wow.execution._plain import refuse_awaitable
-from trio_wow.execution._source import BatchSource, DemandSource
+from trio_wow.execution._lane import Lane
+from trio_wow.execution._lane import enter as enter_plainly
+from trio_wow.execution._lane import resume as resume_plainly
+from trio_wow.execution._mailbox import Mailbox
+from trio_wow.execution._plain import is_async
+from trio_wow.execution._source import BatchSource, DemandSource, IterableSource
+from trio_wow.execution._threads import Threads, pin_of
+from trio_wow.execution._worker import Workers
 
 __all__ = ["Dispatch"]
 
 T = TypeVar("T")
 
 
-class Mailbox(Generic[T]):
-    """The items of one key that have not been started, in the order received. Exists only while it has work."""
-
-    __slots__ = ("key", "name", "queue")
-
-    def __init__(self, key: Hashable) -> None:
-        self.key = key
-        self.name = f"mailbox {key}"
-        self.queue: deque[T] = deque()
-
-    def __repr__(self) -> str:
-        return f"<{self.name}: {len(self.queue)} queued>"
-
-
 class Dispatch(Generic[T]):
     """Feeds one source to one handler. `run` is called once.
 
     The order of a key is fixed in `_accept`, synchronously, never by the order in which Trio starts tasks. A mailbox
-    leaves the table in the same synchronous step in which its task finds it empty, so an item either joins it or
-    opens a fresh one.
+    leaves the table in the same synchronous step in which its last item ends, so an item either joins it or opens a
+    fresh one.
+
+    Attributes:
+        accepted: how many items the source has returned.
+        finished: how many of them have ended, in whatever way.
+        returned: how many of those have been returned to the source as demand.
+        mark: at how many finished items `return_demand` has something to do.
+        mailboxes: by key.
+        active: the mailbox whose handler is being run by a runner in this step.
     """
 
     def __init__(
         self,
         *,
         executor: str,
+        workers: Workers,
         max_in_flight: int,
         throughput: int,
+        perf_counter: Callable[[], float],
         source: BatchSource[T],
         key: Callable[[T], Hashable],
         handler: Callable[[T], object],
@@ -56,23 +54,35 @@ class Dispatch(Generic[T]):
         on_discard: Callable[[T], object] | None,
     ) -> None:
         self._executor = executor
-        self._max_in_flight = max_in_flight
-        self._lot = max(1, max_in_flight // 16)
-        self._throughput = throughput
+        self._workers = workers
+        self.max_in_flight = max_in_flight
+        self.lot = max(1, max_in_flight // 16)
+        self.throughput = throughput
+        self.perf_counter = perf_counter
         self._source = source
         self._demand_source = source if isinstance(source, DemandSource) else None
         self._key = key
-        self._handler = handler
-        self._handler_is_async = iscoroutinefunction(handler) or iscoroutinefunction(type(handler).__call__)
-        self._handler_name: str = getattr(handler, "__qualname__", None) or repr(handler)
+        self.handler: Callable[[T], object] = handler
+        self.handler_name: str = getattr(handler, "__qualname__", None) or repr(handler)
+        self.handler_is_async = is_async(handler)
+        self.awaitable_returned = (
+            f"handler {self.handler_name} is a plain function but returned an awaitable; declare it `async def`"
+        )
+        self.pin = pin_of(handler)
+        self.threads = Threads(handler, self.handler_name, self.awaitable_returned, perf_counter)
+        if self.pin == "blocking":
+            self.handler = self._call_blocking
+            self.handler_is_async = True
+        self.enter, self.resume = enter_plainly, resume_plainly
         self._on_error = on_error
         self._on_discard = on_discard
-        self._context = copy_context()
-        self._mailboxes: dict[Hashable, Mailbox[T]] = {}
-        self._demand = max_in_flight  # asked of the source, not yet answered
-        self._returned = 0  # finished, not yet asked for again
-        self._unfinished = 0
-        self._progress = trio.Event()
+        self.context = copy_context()
+        self.mailboxes: dict[Hashable, Mailbox[T]] = {}
+        self._lanes = [Lane(self, worker, workers) for worker in workers.all]
+        self.active: Mailbox[T] | None = None
+        self.accepted = self.finished = self.returned = 0
+        self.mark = self.lot
+        self._parked: trio.lowlevel.Task | None = None
         self._scope = trio.CancelScope()
         self._halted = False
         self._forced = False
@@ -80,17 +90,23 @@ class Dispatch(Generic[T]):
         self._complete = False  # the source has ended and every item was handled or reported
         self._errors: list[BaseException] = []
 
+    @property
+    def demand(self) -> int:
+        """How many items are asked of the source and not yet given; below zero, the window's overdraft."""
+        return self.max_in_flight + self.returned - self.accepted
+
+    @enable_ki_protection
     async def run(self) -> None:
         """Run until the source has ended and every item has finished; see `KeyedExecutor.dispatch`."""
         cancelled: BaseException | None = None
         try:
             with self._scope:
-                async with trio.open_nursery() as self._nursery:
+                async with trio.open_nursery() as self.nursery:
                     await self._receive()
         except BaseException as error:
             # Mailboxes and receiver record their failures, so this is the caller's cancellation (or a defect here).
             cancelled, defect = split_cancelled(error)
-            self._halt()
+            self.halt()
             if defect is not None:
                 self._errors.append(defect)
         if cancelled is not None and not self._errors:
@@ -108,145 +124,151 @@ class Dispatch(Generic[T]):
             if self._forced:
                 raise ExecutorClosedError(self._executor, "a forced stop ended this dispatch")
             raise RuntimeError(
-                f"{self._handler_name}, or the source, raised trio.Cancelled although nothing had been cancelled"
+                f"{self.handler_name}, or the source, raised trio.Cancelled although nothing had been cancelled"
             )
 
     def force_stop(self) -> None:
-        """Cancel the dispatch; `run` then raises `ExecutorClosedError`, unless everything was finished already."""
+        """Cancel the dispatch, and leave its threads; `run` then raises `ExecutorClosedError` if anything was lost."""
         self._forced = True
-        self._halt()
+        self.threads.abandon()
+        self.halt()
 
     async def _receive(self) -> None:
+        cancelled: BaseException | None = None
         try:
-            if self._demand_source is not None:
-                self._demand_source.add_demand(self._max_in_flight)
-            ended = False
-            while not self._halted:
-                while self._demand < 1:
-                    await self._wait_progress()
-                limit = self._demand
-                try:
-                    batch = await self._source.receive_batch(limit)
-                except trio.EndOfChannel:
-                    ended = True
-                    break
-                self._accept(batch, limit)
-            while self._unfinished:
-                await self._wait_progress()
-            self._complete = ended and not self._lost
+            await self._receive_all()
         except BaseException as error:
-            cancelled, failure = split_cancelled(error)
-            if failure is not None:
-                self._fail(failure)
-            self._halt()
-            if cancelled is not None:
-                raise cancelled from None
+            cancelled = self._stop(error)
+        if isinstance(self._source, IterableSource):
+            try:
+                await self._source.aclose()
+            except BaseException as error:
+                cancelled = self._stop(error) or cancelled
+        if cancelled is not None:
+            raise cancelled from None
 
-    async def _wait_progress(self) -> None:
-        self._progress = trio.Event()
-        await self._progress.wait()
+    async def _receive_all(self) -> None:
+        if self._demand_source is not None:
+            self._demand_source.add_demand(self.max_in_flight)
+        ended = False
+        while not self._halted:
+            limit = self.max_in_flight if self._demand_source is not None else self.demand
+            if limit < 1:
+                await self._park()
+                continue
+            try:
+                batch = await self._source.receive_batch(limit)
+            except trio.EndOfChannel:
+                ended = True
+                break
+            self._accept(batch, limit)
+        while self.finished < self.accepted:
+            self.mark = self.accepted
+            await self._park()
+        self._complete = ended and not self._lost
+
+    def _stop(self, error: BaseException) -> BaseException | None:
+        """End the dispatch because of what the source raised; return the cancellation in it."""
+        cancelled, failure = split_cancelled(error)
+        if failure is not None:
+            self._fail(failure)
+        self.halt()
+        return cancelled
+
+    async def _park(self) -> None:
+        """Wait until `return_demand` is called."""
+        self._parked = trio.lowlevel.current_task()
+
+        def stop_waiting(_: object) -> trio.lowlevel.Abort:
+            self._parked = None
+            return trio.lowlevel.Abort.SUCCEEDED
+
+        await trio.lowlevel.wait_task_rescheduled(stop_waiting)
 
     def _accept(self, batch: Sequence[T], limit: int) -> None:
-        count = len(batch)
-        self._unfinished += count
-        if self._demand_source is None:
-            self._demand -= count
-        if count < 1 or (self._demand_source is None and count > limit):
+        items = tuple(batch)
+        self.accepted += len(items)
+        if not items or (len(items) > limit and self._demand_source is None):
             self._fail(
                 ValueError(
-                    f"{type(self._source).__name__}.receive_batch({limit}) returned {count} items; "
+                    f"{type(self._source).__name__}.receive_batch({limit}) returned {len(items)} items; "
                     f"return 1 to {limit}, or raise trio.EndOfChannel"
                 )
             )
-        for item in batch:
-            mailbox = None if self._halted else self._mailbox_of(item)
-            if mailbox is None or self._halted:  # `key` may have stopped the executor
-                self._discard(item)
-            else:
-                mailbox.queue.append(item)
-
-    def _mailbox_of(self, item: T) -> Mailbox[T] | None:
-        """Return the mailbox of an item's key, a fresh one if there is none; `None` if that failed the dispatch."""
-        try:
-            key = self._key(item)
-            mailbox = self._mailboxes.get(key)
-            if mailbox is None:
-                self._mailboxes[key] = mailbox = Mailbox(key)
-                self._context.run(partial(self._nursery.start_soon, self._run_mailbox, mailbox, name=mailbox.name))
-        except BaseException as error:
-            self._fail(error)
-            return None
-        return mailbox
-
-    async def _run_mailbox(self, mailbox: Mailbox[T]) -> None:
-        queue = mailbox.queue
-        turn = 0
-        while queue:
-            waited = await self._handle(mailbox.key, queue.popleft())
-            turn = 0 if waited else turn + 1
-            if turn == self._throughput and queue:
-                turn = 0
-                try:
-                    await trio.lowlevel.checkpoint()
-                except trio.Cancelled:
-                    self._halt()
-                    raise
-        del self._mailboxes[mailbox.key]
-
-    async def _handle(self, key: Hashable, item: T) -> bool:
-        """Run the handler for one item, and settle how it ended. Returns whether it waited."""
-        error: BaseException | None = None
-        waited = False
-        try:
+        key_of, mailboxes, lanes, choose = self._key, self.mailboxes, self._lanes, self._workers.choose
+        rest = iter(items)
+        if not self._halted:
+            item = items[0]
             try:
-                with no_leaked_scope(self._handler_name, key):
-                    waited = await self._call(item)
-            except BaseException as raised:
-                error = raised
-            self._finish(item, error)
-        finally:
-            del error  # it refers to this frame
-        return waited
+                for item in rest:
+                    key = key_of(item)
+                    mailbox = mailboxes.get(key)
+                    if mailbox is None:
+                        mailboxes[key] = mailbox = Mailbox((item,))
+                        mailbox.key = key
+                        mailbox.running = False
+                        lanes[choose().index].put(mailbox)
+                    else:
+                        mailbox.append(item)
+            except BaseException as error:
+                self._fail(error)
+                self._discard(item)
+        if self._halted:  # by now, or by `key`
+            self._discard_queued()
+            for item in rest:
+                self._discard(item)
 
-    async def _call(self, item: T) -> bool:
-        context = self._context.copy()
-        if self._handler_is_async:
-            run = Isolated(self._handler(item), context)  # type: ignore[arg-type]
-            await run
-            return run.waited
-        result = context.run(self._handler, item)
-        if isawaitable(result):
-            refuse_awaitable(
-                result,
-                f"handler {self._handler_name} is a plain function but returned an awaitable; declare it `async def`",
-            )
-        return False
+    def return_demand(self) -> None:
+        """Return whole lots of finished items to the source, and let the receiver look."""
+        count = (self.finished - self.returned) // self.lot * self.lot
+        if count and self._demand_source is not None and not self._halted:
+            try:
+                self._demand_source.add_demand(count)
+            except BaseException as broken:
+                self._fail(broken)
+        self.returned += count
+        self.mark = self.returned + self.lot
+        if self._parked is not None:
+            trio.lowlevel.reschedule(self._parked)
+            self._parked = None
 
-    def _finish(self, item: T, error: BaseException | None) -> None:
-        self._unfinished -= 1
-        if error is not None:
-            cancelled, failure = split_cancelled(error)
-            if failure is not None:
-                self._report(item, failure)
-            if cancelled is not None:
-                self._lost = True
-                self._halt()
-                raise cancelled
-        if self._halted:
-            return
-        self._returned += 1
-        if self._returned >= self._lot:
-            count, self._returned = self._returned, 0
-            if self._demand_source is None:
-                self._demand += count
+    def settle(
+        self,
+        mailbox: Mailbox[T],
+        item: T,
+        error: BaseException | None,
+        leaked: Any,
+    ) -> BaseException | None:
+        """Take note of how the handler of an item ended, unless it just returned.
+
+        Args:
+            mailbox: whose item it was.
+            item: the item.
+            error: what the handler raised.
+            leaked: if the handler left a cancel scope open, the task's cancel status from before.
+
+        Returns:
+            The cancellation that interrupted the handler, for its task to raise.
+        """
+        self.active = None
+        self.finished += 1
+        cancelled, failure = (None, None) if error is None else split_cancelled(error)
+        if leaked is not None:
+            leak = CancelScopeLeakError(self.handler_name, mailbox.key)
+            from_outside = cancelled is not None and leaked.effectively_cancelled
+            if error is not None and (from_outside or not isinstance(failure, Exception | None)):
+                error.add_note(str(leak))
             else:
-                try:
-                    self._demand_source.add_demand(count)
-                except BaseException as broken:
-                    self._fail(broken)
-            self._progress.set()
-        elif not self._unfinished:
-            self._progress.set()
+                leak.__cause__ = error
+                cancelled, failure = None, leak
+        if failure is not None:
+            self._report(item, failure)
+        if cancelled is not None:
+            self._lost = True
+            self.halt()
+        if self.finished >= self.mark:
+            self.return_demand()
+        return cancelled
 
     def _report(self, item: T, failure: BaseException) -> None:
         if self._on_error is None or not isinstance(failure, Exception):
@@ -259,23 +281,34 @@ class Dispatch(Generic[T]):
 
     def _fail(self, error: BaseException) -> None:
         self._errors.append(error)
-        self._halt()
+        self.halt()
 
-    def _halt(self) -> None:
+    @enable_ki_protection
+    def halt(self) -> None:
         """Cancel every task of the dispatch and discard what has not been started. Synchronous and idempotent."""
         if self._halted:
             return
         self._halted = True
         self._scope.cancel()
-        for mailbox in self._mailboxes.values():
-            while mailbox.queue:
-                self._discard(mailbox.queue.popleft())
+        self._discard_queued()
+
+    def _discard_queued(self) -> None:
+        """Discard what is in mailboxes. Those of a task leave the table with it, the others now."""
+        for mailbox in list(self.mailboxes.values()):
+            while mailbox:
+                self._discard(mailbox.popleft())
+        for lane in self._lanes:
+            lane.clear()
 
     def _discard(self, item: T) -> None:
-        self._unfinished -= 1
+        self.finished += 1
         self._lost = True
         if self._on_discard is not None:
             try:
                 self._on_discard(item)
             except BaseException as error:
                 self._fail(error)
+
+    async def _call_blocking(self, item: T) -> None:
+        # A runner enters each handler, and says first whose it is.
+        await self.threads.call_blocking(cast("Mailbox[T]", self.active), item)

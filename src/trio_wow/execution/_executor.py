@@ -1,8 +1,9 @@
 """The public face of keyed execution."""
 
 import os
-from collections.abc import AsyncIterator, Callable, Hashable, Mapping
-from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
+import time
+from collections.abc import AsyncIterable, Callable, Hashable, Mapping
+from inspect import isasyncgenfunction, isgeneratorfunction
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -10,30 +11,40 @@ import trio
 
 from trio_wow.errors import ExecutorClosedError
 from trio_wow.execution._dispatch import Dispatch
-from trio_wow.execution._source import BatchSource, ChannelSource
+from trio_wow.execution._plain import is_async
+from trio_wow.execution._source import BatchSource, ChannelSource, IterableSource
+from trio_wow.execution._statistics import KeyedExecutorStatistics, statistics_of_dispatch, statistics_of_worker
+from trio_wow.execution._worker import Workers
 
 __all__ = ["KeyedExecutor"]
 
 T = TypeVar("T")
 
+_shared: trio.lowlevel.RunVar["KeyedExecutor | None"] = trio.lowlevel.RunVar("trio_wow.execution.shared", None)
+
 
 class KeyedExecutor:
     """Runs items of one key in order and items of different keys in parallel.
 
-    Each key that has items has a mailbox, and a task of its own inside the dispatch; a mailbox without items does not
-    exist. Between dispatches an executor holds no task and no thread. Source documents: seeds 000 and 002.
+    Each key that has items has a mailbox; a mailbox without items does not exist. Handlers start on the event loop, in
+    the dispatch's own nursery. One that returns without waiting costs no task; one that waits keeps its task, which
+    bears the mailbox's name, and delays no other key. Between dispatches an executor holds no task and no thread. It
+    belongs to one Trio run. Source documents: seeds 000 and 002.
 
     Args:
-        workers: how many handlers may compute at once; `None` for the CPUs that this process may use. The event loop
-            runs one computation at a time whatever the number is; waiting handlers are not counted.
+        workers: how many handlers may compute at once, over all dispatches; `None` for the CPUs that this process may
+            use, by its affinity and its control group's quota. The event loop runs one computation at a time whatever
+            the number is, so it bounds the threads of `@direct` handlers; waiting handlers are not counted.
         max_in_flight: items that one dispatch may hold unfinished, running or queued. When a single key holds nearly
             all of them, the dispatch asks its source for nothing more until that key moves on.
         throughput: items of one key handled in a row, while they complete without waiting, before the other keys and
             the event loop get their turn.
-        name: what errors call it.
+        perf_counter: seconds, to measure how long handlers hold the event loop.
+        name: what errors and task dumps call it.
 
     Raises:
         ValueError: a number is not a positive `int`.
+        TypeError: `name` is no text, or `perf_counter` cannot be called.
     """
 
     def __init__(
@@ -42,6 +53,7 @@ class KeyedExecutor:
         workers: int | None = None,
         max_in_flight: int = 256,
         throughput: int = 16,
+        perf_counter: Callable[[], float] = time.perf_counter,
         name: str = "wow-dispatch",
     ) -> None:
         if workers is None:
@@ -49,23 +61,55 @@ class KeyedExecutor:
         for argument, value in (("workers", workers), ("max_in_flight", max_in_flight), ("throughput", throughput)):
             if type(value) is not int or value < 1:
                 raise ValueError(f"{argument} must be a positive int, not {value!r}")
-        self._workers = workers
+        if not isinstance(name, str):
+            raise TypeError(f"name must be a str, not {name!r}")
+        if not callable(perf_counter):
+            raise TypeError(f"perf_counter must be a function that returns seconds, not {perf_counter!r}")
+        self._workers = Workers(name, workers)
         self._max_in_flight = max_in_flight
         self._throughput = throughput
+        self._perf_counter = perf_counter
         self._name = name
         self._closed = False
         self._dispatches: set[Dispatch[Any]] = set()
         self._idle = trio.Event()
 
+    @classmethod
+    def shared(cls) -> "KeyedExecutor":
+        """Return the executor that all of this Trio run share: the same at each call, until somebody closes it.
+
+        Made with all defaults at the first call, and again when the last one is closed. For parts of a program that
+        should share workers and have no common owner to hand them an executor.
+
+        Raises:
+            RuntimeError: not inside a Trio run.
+        """
+        executor = _shared.get()
+        if executor is None or executor._closed:
+            executor = cls()
+            _shared.set(executor)
+        return executor
+
     def __repr__(self) -> str:
         return (
-            f"<KeyedExecutor {self._name!r}: workers={self._workers}, max_in_flight={self._max_in_flight}, "
-            f"throughput={self._throughput}, {'closed' if self._closed else f'{len(self._dispatches)} dispatches'}>"
+            f"<KeyedExecutor {self._name!r}: workers={len(self._workers.all)}, max_in_flight={self._max_in_flight}, "
+            f"throughput={self._throughput}, {'closed, ' if self._closed else ''}{len(self._dispatches)} dispatches>"
+        )
+
+    def statistics(self) -> KeyedExecutorStatistics:
+        """Return what it does at this moment. Costs nothing until called, and then time for each active key.
+
+        From the executor's own thread.
+        """
+        return KeyedExecutorStatistics(
+            workers=tuple(map(statistics_of_worker, self._workers.all)),
+            dispatches=tuple(map(statistics_of_dispatch, self._dispatches)),
+            closed=self._closed,
         )
 
     async def dispatch(
         self,
-        source: trio.MemoryReceiveChannel[T] | BatchSource[T],
+        source: trio.MemoryReceiveChannel[T] | AsyncIterable[T] | BatchSource[T],
         *,
         key: Callable[[T], Hashable],
         handler: Callable[[T], object],
@@ -78,10 +122,12 @@ class KeyedExecutor:
         (its handler was cancelled); discarded (accepted, never started, given to `on_discard`); still in the source.
 
         Args:
-            source: a `trio.MemoryReceiveChannel`, which is left open, or a `BatchSource`.
+            source: a `trio.MemoryReceiveChannel`, which is left open; a `BatchSource`; or any async iterable, of which
+                an async generator is closed at the end.
             key: gives an item's key. A plain, quick function.
-            handler: called with each item; an `async def` function, or a plain one, which runs on the event loop. Each
-                call has context variables of its own: a copy of those in which `dispatch` was called.
+            handler: called with each item; an `async def` function, or a plain one, which runs on the event loop unless
+                it is marked `@direct` or `@blocking`. Each call has context variables of its own: a copy of those in
+                which `dispatch` was called.
             on_error: takes an item and the `Exception` its handler raised; the dispatch then goes on. Without it, and
                 for what is not an `Exception`, a failing handler ends the dispatch.
             on_discard: takes each item that was accepted and will not be started. Both callbacks are plain functions;
@@ -97,7 +143,8 @@ class KeyedExecutor:
                 discarded, and all tasks have left.
 
         Cancellation: as for an error, and `Cancelled` is raised again; errors of the same moment come with it in a
-            group. An item whose handler was cancelled counts as interrupted, never as handled.
+            group. An item whose handler was cancelled counts as interrupted, never as handled. Handlers in threads
+            cannot be interrupted and are waited for.
         Ordering: per key, as received. None between keys.
         Ownership: items are this call's from the moment the source returns them.
         """
@@ -106,8 +153,10 @@ class KeyedExecutor:
         _check_functions(handler, {"key": key, "on_error": on_error, "on_discard": on_discard})
         dispatch = Dispatch(
             executor=self._name,
+            workers=self._workers,
             max_in_flight=self._max_in_flight,
             throughput=self._throughput,
+            perf_counter=self._perf_counter,
             source=_as_batch_source(source),
             key=key,
             handler=handler,
@@ -137,9 +186,12 @@ class KeyedExecutor:
         await trio.lowlevel.checkpoint()
 
     def force_stop(self) -> None:
-        """Refuse new dispatches and cancel the running ones, which raise `ExecutorClosedError`. Idempotent."""
+        """Refuse new dispatches and cancel the running ones, which raise `ExecutorClosedError`. Idempotent.
+
+        Threads of their handlers are left to themselves, and named in the log.
+        """
         self._closed = True
-        for dispatch in self._dispatches:
+        for dispatch in list(self._dispatches):
             dispatch.force_stop()
 
     async def __aenter__(self) -> "KeyedExecutor":
@@ -157,7 +209,7 @@ def _check_functions(handler: object, plain: Mapping[str, object]) -> None:
     for name, function in plain.items():
         if function is None and name != "key":
             continue
-        if not callable(function) or iscoroutinefunction(function):
+        if not callable(function) or is_async(function):
             raise TypeError(f"{name} must be a plain function, not {function!r}")
 
 
@@ -172,8 +224,9 @@ def _as_batch_source(source: object) -> BatchSource[Any]:
         return ChannelSource(source)
     if isinstance(source, BatchSource):
         return source
-    hint = "; put its items on a memory channel" if isinstance(source, AsyncIterator) else ""
+    if isinstance(source, AsyncIterable):
+        return IterableSource(source)
     raise TypeError(
-        f"cannot dispatch from {type(source).__name__}: give a trio.MemoryReceiveChannel or an object with "
-        f"`async receive_batch(limit)`{hint}"
+        f"cannot dispatch from {type(source).__name__}: give a trio.MemoryReceiveChannel, an async iterable or an "
+        f"object with `async receive_batch(limit)`"
     )

@@ -1,9 +1,14 @@
-"""What a plain function must not return."""
+"""Telling plain functions from async ones."""
 
-from inspect import iscoroutine
+from inspect import iscoroutine, iscoroutinefunction
 from typing import NoReturn
 
-__all__ = ["refuse_awaitable"]
+__all__ = ["is_async", "refuse_awaitable"]
+
+
+def is_async(function: object) -> bool:
+    """Whether calling it makes a coroutine: an `async def`, also in a `partial`, as a method or as `__call__`."""
+    return iscoroutinefunction(function) or iscoroutinefunction(type(function).__call__)
 
 
 def refuse_awaitable(result: object, problem: str) -> NoReturn:

@@ -1,11 +1,11 @@
 """Where a dispatch takes its items from."""
 
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Sequence
 from typing import Protocol, TypeVar, runtime_checkable
 
 import trio
 
-__all__ = ["BatchSource", "ChannelSource", "DemandSource"]
+__all__ = ["BatchSource", "ChannelSource", "DemandSource", "IterableSource"]
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -65,3 +65,22 @@ class ChannelSource(BatchSource[T]):
         except (trio.WouldBlock, trio.EndOfChannel):
             pass
         return batch
+
+
+class IterableSource(BatchSource[T]):
+    """Reads an async iterable, one item at a time. `aclose` closes an async generator; others stay as they are."""
+
+    def __init__(self, iterable: AsyncIterable[T]) -> None:
+        self._iterator: AsyncIterator[T] = aiter(iterable)
+
+    async def receive_batch(self, _limit: int, /) -> Sequence[T]:
+        """See `BatchSource.receive_batch`. An iterable that never waits is no checkpoint."""
+        try:
+            return (await anext(self._iterator),)
+        except StopAsyncIteration:
+            raise trio.EndOfChannel from None
+
+    async def aclose(self) -> None:
+        """Close the iterator if it is an async generator."""
+        if isinstance(self._iterator, AsyncGenerator):
+            await self._iterator.aclose()

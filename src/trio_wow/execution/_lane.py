@@ -1,0 +1,344 @@
+"""Run to the first wait: how handlers are started, and when a mailbox gets a task of its own."""
+
+from collections import deque
+from collections.abc import Callable, Generator
+from contextvars import Context
+from functools import partial
+from inspect import isawaitable
+from types import coroutine
+from typing import TYPE_CHECKING, Any
+
+import trio
+from trio.lowlevel import current_task, disable_ki_protection, enable_ki_protection
+
+from trio_wow.execution._mailbox import Mailbox
+from trio_wow.execution._plain import refuse_awaitable
+from trio_wow.execution._worker import Worker, Workers
+
+if TYPE_CHECKING:
+    from trio_wow.execution._dispatch import Dispatch
+
+__all__ = ["Lane", "enter", "resume"]
+
+# How long the runners of an executor hold the event loop together before they let other tasks run.
+HOLD_ITEMS = 256
+HOLD_SECONDS = 0.001
+
+
+@disable_ki_protection
+def enter(_mailbox: Mailbox[Any], context: Context, function: Callable[[Any], object], argument: object) -> object:
+    """Enter user code from the protected bookkeeping: here a `KeyboardInterrupt` may strike again."""
+    return context.run(function, argument)
+
+
+@disable_ki_protection
+def resume(_mailbox: Mailbox[Any], step: Callable[[Any], object], value: object) -> object:
+    """Enter user code whose context the task has already; see `enter`."""
+    return step(value)
+
+
+def _is_suspended(work: object) -> bool:
+    return bool(getattr(work, "cr_suspended", False))
+
+
+@coroutine
+def _rest(
+    work: Any,
+    trap: object,
+    interrupt: BaseException | None,
+    mailbox: Mailbox[Any],
+    worker: Worker,
+    resume: Callable[[Mailbox[Any], Callable[[Any], object], Any], object],
+) -> Generator[Any, Any, None]:
+    """Await the rest of a coroutine, taking the worker again each time it resumes.
+
+    Args:
+        work: the coroutine, which has stopped at its first wait.
+        trap: what it asked of the event loop there.
+        interrupt: or a `KeyboardInterrupt` that struck after the coroutine had stopped and before it was seen here.
+        mailbox: whose item it is.
+        worker: whom to take again.
+        resume: steps the coroutine.
+    """
+    step, value = work.throw, interrupt
+    while True:
+        if interrupt is None:
+            try:
+                value = yield trap
+            except BaseException as error:  # such as Trio's complaint about an awaitable that is not its own
+                step, value = work.throw, error
+            else:
+                step = work.send
+                if worker.taken:
+                    yield from worker.wait_free()
+        try:
+            trap = resume(mailbox, step, value)
+            interrupt = None
+        except StopIteration:
+            return
+        except BaseException as error:
+            if not _is_suspended(work):
+                raise
+            step, value = work.throw, error
+            interrupt = error
+
+
+class Lane:
+    """One dispatch's FIFO of mailboxes on one worker, and the tasks that serve it.
+
+    A *runner* takes a mailbox and starts its handlers itself, in its own task: a handler that returns without waiting
+    costs no task. At a handler's first wait the runner's task becomes the mailbox's: it leaves the worker to fresh
+    runners, takes the mailbox's name and stays with it. Nothing here is shared between threads.
+
+    Attributes:
+        worker: the worker whose lane it is.
+        queue: mailboxes that wait for their turn.
+        waiting: whether it is lined up at its worker.
+    """
+
+    __slots__ = ("_dispatch", "_ramp", "_runner_name", "_runners", "_workers", "queue", "waiting", "worker")
+
+    def __init__(self, dispatch: "Dispatch[Any]", worker: Worker, workers: Workers) -> None:
+        self._dispatch = dispatch
+        self._runner_name = f"runner of {worker.name}"
+        self._workers = workers
+        self._runners = 0
+        self._ramp = 1
+        self.worker = worker
+        self.queue: deque[Mailbox[Any]] = deque()
+        self.waiting = False
+
+    def put(self, mailbox: Mailbox[Any], *, first: bool = False) -> None:
+        """Queue a mailbox, behind the others unless it is to be `first`, and see that somebody takes it."""
+        worker = self.worker
+        if not worker.queued:
+            self._workers.unqueued -= 1
+        worker.queued += 1
+        if first:
+            self.queue.appendleft(mailbox)
+        else:
+            self.queue.append(mailbox)
+        if not self._runners:
+            self._wake()
+
+    def clear(self) -> None:
+        """Forget the mailboxes that are queued, which are empty."""
+        if self.queue:
+            self.worker.queued -= len(self.queue)
+            if not self.worker.queued:
+                self._workers.unqueued += 1
+            for mailbox in self.queue:
+                del self._dispatch.mailboxes[mailbox.key]
+            self.queue.clear()
+
+    def start_runners(self, count: int) -> None:
+        """Start runners, in the context in which `dispatch` was called."""
+        dispatch = self._dispatch
+        run = self._run_direct if dispatch.pin == "direct" else self._run
+        start_soon = partial(dispatch.nursery.start_soon, run, name=self._runner_name)
+        for _ in range(count):
+            self._runners += 1
+            self.worker.runners += 1
+            self._workers.runners += 1
+            dispatch.context.run(start_soon)
+
+    def _wake(self) -> None:
+        if self.worker.taken or self.worker.lanes:
+            self.worker.line_up(self)
+        else:
+            self.start_runners(1)
+
+    def _take(self) -> Mailbox[Any]:
+        mailbox = self.queue.popleft()
+        worker = self.worker
+        worker.queued -= 1
+        if not worker.queued:
+            self._workers.unqueued += 1
+        return mailbox
+
+    def _end_runner(self) -> None:
+        """Count a runner out: its task ends, or has become a mailbox's."""
+        self._runners -= 1
+        self.worker.runners -= 1
+        self._workers.runners -= 1
+
+    def _leave(self, mailbox: Mailbox[Any] | None, *, owner: bool) -> None:
+        """See that the worker goes on when a task ends: with the mailbox that it has not finished, if any, first."""
+        if not owner:
+            self._end_runner()
+        if mailbox is not None:
+            self.put(mailbox, first=True)
+        elif self.queue and not self._runners:
+            self._wake()
+        if self.worker.lanes and not self.worker.taken:
+            self.worker.start_lane()
+
+    def _follow(self) -> None:
+        """Start fresh runners at a first wait: one, and twice as many at each further one in a row."""
+        count = min(self._ramp, len(self.queue) - self._runners)
+        self._ramp = min(2 * self._ramp, HOLD_ITEMS)
+        self.start_runners(count)
+
+    def _hold(self) -> tuple[int, float]:
+        """Return how many items, and until when, a task may go on before other tasks get the event loop."""
+        runners = self._workers.runners or 1
+        return max(1, HOLD_ITEMS // runners), self._dispatch.perf_counter() + HOLD_SECONDS / runners
+
+    @enable_ki_protection
+    async def _run(self) -> None:
+        dispatch, worker, queue = self._dispatch, self.worker, self.queue
+        handler, is_async, enter = dispatch.handler, dispatch.handler_is_async, dispatch.enter
+        mailboxes, base, throughput = dispatch.mailboxes, dispatch.context, dispatch.throughput
+        perf_counter = dispatch.perf_counter
+        task = current_task()
+        # Private to Trio, and the only way to see a scope that was left open without opening one for every item.
+        status = task._cancel_status
+        owner = False  # whether this task has become a mailbox's own
+        mailbox: Mailbox[Any] | None = None
+        turn = passed = 0
+        limit, deadline = self._hold()
+        try:
+            while True:
+                if mailbox is None:
+                    if not queue or worker.taken:
+                        return
+                    if worker.lanes:
+                        worker.start_lane()
+                    mailbox = dispatch.active = self._take()
+                    turn = 0
+
+                item = mailbox.popleft()
+                task.context = context = base.copy()
+                raised: BaseException | None = None
+                if is_async:
+                    waits = False
+                    work: Any = None
+                    trap: object = None
+                    try:
+                        work = handler(item)
+                        trap = enter(mailbox, context, work.send, None)
+                        waits = True
+                    except StopIteration:
+                        self._ramp = 1
+                    except BaseException as error:
+                        raised = error
+                        waits = _is_suspended(work)
+                    if waits:
+                        if not owner:
+                            owner = True
+                            task.name = mailbox.name
+                            self._end_runner()
+                            self._follow()
+                        mailbox.running = True
+                        try:
+                            await _rest(work, trap, raised, mailbox, worker, dispatch.resume)
+                            raised = None
+                        except BaseException as error:
+                            raised = error
+                        mailbox.running = False
+                        dispatch.active = mailbox
+                        turn = passed = 0
+                        limit, deadline = self._hold()
+                        if worker.holder is not None:  # cancellation let the handler go on without it
+                            limit = 0
+                else:
+                    try:
+                        result = enter(mailbox, context, handler, item)
+                        if result is not None and isawaitable(result):
+                            refuse_awaitable(result, dispatch.awaitable_returned)
+                    except BaseException as error:
+                        raised = error
+
+                if raised is None and task._cancel_status is status:
+                    dispatch.finished += 1
+                    if dispatch.finished >= dispatch.mark:
+                        dispatch.return_demand()
+                else:
+                    leaked = task._cancel_status is not status
+                    cancelled = dispatch.settle(mailbox, item, raised, status if leaked else None)
+                    raised = None
+                    if cancelled is not None:
+                        try:
+                            raise cancelled
+                        finally:
+                            del cancelled  # it refers to this frame
+                    if leaked:
+                        return  # and the scope goes with the task
+                    dispatch.active = mailbox
+
+                turn += 1
+                passed += 1
+                pause = passed >= limit or perf_counter() >= deadline
+                if not mailbox:
+                    del mailboxes[mailbox.key]
+                    mailbox = None
+                    if owner:
+                        return
+                elif turn >= throughput:
+                    turn = 0
+                    if queue:
+                        self.put(mailbox)
+                        mailbox = None
+                        if owner:
+                            return
+                    else:
+                        pause = True
+                if pause and (mailbox is not None or queue):
+                    dispatch.active = None
+                    try:
+                        await trio.lowlevel.checkpoint()
+                    except trio.Cancelled:
+                        dispatch.halt()
+                        raise
+                    limit, deadline = self._hold()
+                    passed = 0
+                    if mailbox is not None:
+                        if worker.taken or not mailbox:
+                            return
+                        dispatch.active = mailbox
+        finally:
+            dispatch.active = None
+            if mailbox is not None and not mailbox:
+                del mailboxes[mailbox.key]
+                mailbox = None
+            self._leave(mailbox, owner=owner)
+
+    @enable_ki_protection
+    async def _run_direct(self) -> None:
+        """Give one mailbox a turn of its handlers in threads, in which it holds the worker."""
+        dispatch, worker, threads = self._dispatch, self.worker, self._dispatch.threads
+        if not self.queue or worker.taken:
+            self._leave(None, owner=False)
+            return
+        mailbox = self._take()
+        self._end_runner()
+        worker.hold(mailbox)
+        if self.queue:
+            self._wake()
+        current_task().name = mailbox.name
+        abandoned = False
+        try:
+            for _ in range(min(dispatch.throughput, len(mailbox))):
+                item = mailbox.popleft()
+                raised: BaseException | None = None
+                mailbox.running = True
+                call = threads.prepare(mailbox, item, partial(worker.release, mailbox))
+                try:
+                    await call.run()
+                except BaseException as error:
+                    raised = error
+                mailbox.running = False
+                abandoned = call.abandoned
+                dispatch.settle(mailbox, item, raised, None)
+                raised = None
+                if not mailbox:  # a failure has discarded the rest
+                    break
+        finally:
+            if mailbox:
+                self.put(mailbox)
+            else:
+                del dispatch.mailboxes[mailbox.key]
+            if abandoned:
+                worker.abandoned = True
+            else:
+                worker.release(mailbox)

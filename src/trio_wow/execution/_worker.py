@@ -1,0 +1,163 @@
+"""Workers: slots of capacity that model the cores, shared by all dispatches of an executor."""
+
+from collections import deque
+from typing import Protocol
+
+import trio
+
+from trio_wow.execution._mailbox import Mailbox
+
+__all__ = ["Worker", "Workers"]
+
+
+class _Lane(Protocol):
+    """What a worker knows of a lane: one dispatch's FIFO of mailboxes on this worker."""
+
+    waiting: bool
+
+    @property
+    def queue(self) -> deque[Mailbox[object]]: ...
+
+    def start_runners(self, count: int) -> None: ...
+
+
+class Worker:
+    """A slot of capacity. A mailbox computes while its worker is not held by another one's thread.
+
+    Code on the event loop excludes itself, so only a thread *holds* a worker for longer than one step. What wants to
+    compute meanwhile waits here: mailboxes that resume first, then lanes in turn. (A `trio.CapacityLimiter` cannot
+    let some go before others.)
+
+    Attributes:
+        name: what task dumps call it.
+        index: its place among the workers.
+        queued: mailboxes in its lanes.
+        runners: tasks scheduled on the loop to serve its lanes.
+        holder: the mailbox whose thread computes on it.
+        taken: a thread holds it, or mailboxes that were let go first have not resumed yet.
+        abandoned: it is held by a thread that nobody waits for.
+        lanes: lanes that wait for it.
+    """
+
+    __slots__ = ("_let_go", "_resuming", "abandoned", "holder", "index", "lanes", "name", "queued", "runners", "taken")
+
+    def __init__(self, name: str, index: int) -> None:
+        self.name = f"worker {index} of {name}"
+        self.index = index
+        self.queued = 0
+        self.runners = 0
+        self.holder: Mailbox[object] | None = None
+        self.taken = False
+        self.abandoned = False
+        self.lanes: deque[_Lane] = deque()
+        self._resuming: dict[trio.lowlevel.Task, None] = {}
+        self._let_go: set[trio.lowlevel.Task] = set()
+
+    def __repr__(self) -> str:
+        holder = f" by {self.holder.name}" if self.holder is not None else ""
+        return f"<{self.name}: {self.state}{holder}, {self.queued} mailboxes queued>"
+
+    @property
+    def state(self) -> str:
+        """One of `idle`, `running`, `held` and `abandoned`."""
+        if self.holder is not None:
+            return "abandoned" if self.abandoned else "held"
+        return "running" if self.runners or self._let_go else "idle"
+
+    def hold(self, mailbox: Mailbox[object]) -> None:
+        """Give the worker, which must not be taken, to a mailbox's thread."""
+        self.holder = mailbox
+        self.taken = True
+
+    def release(self, mailbox: Mailbox[object]) -> None:
+        """Take the worker back from a mailbox's thread; nothing if it does not hold it."""
+        if self.holder is not mailbox:
+            return
+        self.holder = None
+        self.abandoned = False
+        if self._resuming:
+            self._let_go.update(self._resuming)
+            for task in self._resuming:
+                trio.lowlevel.reschedule(task)
+            self._resuming.clear()
+        else:
+            self.taken = False
+            self.start_lane()
+
+    def line_up(self, lane: _Lane) -> None:
+        """Let a lane wait for the worker, behind those that wait already."""
+        if not lane.waiting:
+            lane.waiting = True
+            self.lanes.append(lane)
+
+    def start_lane(self) -> None:
+        """Start the lane that has waited longest. Called when the worker is not taken.
+
+        Its runner starts the next one, unless it gives the worker to a thread.
+        """
+        while self.lanes:
+            lane = self.lanes.popleft()
+            lane.waiting = False
+            if lane.queue:
+                lane.start_runners(1)
+                return
+
+    async def wait_free(self) -> None:
+        """Wait, with a mailbox's task, until no thread holds the worker.
+
+        Cancellation: returns at once. The task's next checkpoint raises, so that what it was woken for is not lost.
+        """
+        task = trio.lowlevel.current_task()
+        self._resuming[task] = None
+
+        def go_on(_: object) -> trio.lowlevel.Abort:
+            del self._resuming[task]
+            trio.lowlevel.reschedule(task)
+            return trio.lowlevel.Abort.FAILED
+
+        await trio.lowlevel.wait_task_rescheduled(go_on)
+        if task in self._let_go:
+            self._let_go.remove(task)
+            if not self._let_go:
+                self.taken = False
+                self.start_lane()
+
+
+class Workers:
+    """All workers of an executor.
+
+    Attributes:
+        runners: tasks scheduled on the loop to serve lanes, over all workers.
+        unqueued: how many workers have no mailbox queued.
+    """
+
+    __slots__ = ("_next", "all", "runners", "unqueued")
+
+    def __init__(self, name: str, count: int) -> None:
+        self.all = tuple(Worker(name, index) for index in range(count))
+        self.runners = 0
+        self.unqueued = count
+        self._next = 0
+
+    def choose(self) -> Worker:
+        """Choose a fresh mailbox's worker: see row K5 of the design's table."""
+        workers, start = self.all, self._next
+        chosen = workers[start]
+        if self.unqueued:
+            idle: Worker | None = None
+            held: Worker | None = None
+            for place in range(start - len(workers), start):
+                worker = workers[place]
+                if worker.queued:
+                    continue
+                if worker.taken:
+                    held = held or worker
+                elif worker.runners:
+                    chosen = worker
+                    break
+                else:
+                    idle = idle or worker
+            else:
+                chosen = idle or held or chosen
+        self._next = (chosen.index + 1) % len(workers)
+        return chosen
