@@ -541,6 +541,80 @@ class TestCheckpoints:
             App(DOMAIN, [Rows()])
 
 
+class TestTurns:
+    """Two applications with the same processors take turns on one store, each going on with what it had in memory."""
+
+    @staticmethod
+    async def take_turn(app: App, *commands: Step | Twice) -> None:
+        async with app.serving(quick(app)) as gateway:
+            for command in commands:
+                await gateway.send_and_wait(command)
+
+    async def test_what_the_other_has_handled_is_not_handled_again(self) -> None:
+        store, sent = DurableStore(DOMAIN.serializer), list[tuple[str, int]]()
+        first, second = (App(DOMAIN, [Mails(sent)], store=store) for _ in range(2))
+        await self.take_turn(first, Step("a", 1))
+        await self.take_turn(second, Step("a", 2))
+        await self.take_turn(first, Step("a", 3))
+        assert sent == [("a", 1), ("a", 2), ("a", 3)]
+
+    async def test_nor_where_this_one_was_ahead_of_its_checkpoint(self) -> None:
+        store, sent = DurableStore(DOMAIN.serializer), list[tuple[str, int]]()
+        one, other = Mails(failing={7}), Mails(sent)
+        first, second = (App(DOMAIN, [mails], store=store) for mails in (one, other))
+        await self.take_turn(first, Step("bad", 7), Step("a", 1))
+        await self.take_turn(second, Step("a", 2))
+        assert one.sent == [("a", 1)]
+        assert sorted(sent) == [("a", 1), ("a", 2), ("bad", 7)]
+        await self.take_turn(first, Step("a", 3))
+        assert one.sent == [("a", 1), ("a", 3)]
+
+    async def test_what_this_one_has_handled_after_the_other_ones_checkpoint_stays_handled(self) -> None:
+        store = DurableStore(DOMAIN.serializer)
+        one = Mails(failing={7})
+        first = App(DOMAIN, [one], store=store)
+        await self.take_turn(first, Step("x", 0), Step("bad", 7), Step("y", 0), Step("a", 1))
+        await store.save_checkpoint("event-dispatcher/Mails", 3)  # the other was killed here
+        await self.take_turn(first, Step("a", 2))
+        assert sorted(one.sent) == [("a", 1), ("a", 2), ("x", 0), ("y", 0)]
+        assert store.checkpoints == {"event-dispatcher/Mails": 5}
+
+    async def test_what_had_succeeded_of_a_stream_is_not_taken_for_a_part_of_the_next(self) -> None:
+        @event_processor
+        @define
+        class Two:
+            fails: bool
+            ran: list[str] = field(factory=list)
+
+            @on_event
+            def first(self, event: Stepped) -> None:
+                self.ran.append(f"first {event.number}")
+
+            @on_event
+            def second(self, event: Stepped) -> None:
+                if self.fails:
+                    raise LookupError
+                self.ran.append(f"second {event.number}")
+
+        store, one = DurableStore(DOMAIN.serializer), Two(fails=True)
+        first = App(DOMAIN, [one], store=store)
+        await self.take_turn(first, Step("a", 1))
+        await self.take_turn(App(DOMAIN, [Two(fails=False)], store=store))
+        one.fails = False
+        await self.take_turn(first, Step("a", 2))
+        assert one.ran == ["first 1", "first 2", "second 2"]
+
+    async def test_in_any_order_each_event_is_handled_once(self) -> None:
+        for seed in range(40):
+            rng = random.Random(seed)
+            store, sent = DurableStore(DOMAIN.serializer), list[tuple[str, int]]()
+            apps = [App(DOMAIN, [Mails(sent)], store=store) for _ in range(3)]
+            commands = [Step(rng.choice("abc"), number) for number in range(12)]
+            for command in commands:
+                await self.take_turn(rng.choice(apps), command)
+            assert sent == [(command.id, command.number) for command in commands], f"seed {seed}"
+
+
 class TestSagas:
     async def test_an_event_is_finished_when_its_command_has_its_result(self, autojump_clock: MockClock) -> None:
         class Gated(DurableStore):

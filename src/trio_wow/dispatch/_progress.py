@@ -53,11 +53,22 @@ class Progress:
         return (aggregate_id.context, aggregate_id.aggregate) in self._aggregates
 
     async def restore(self) -> None:
-        """Go on from where the store says that the processor was."""
-        if self.checkpoints is not None:
-            self._saved = await self.checkpoints.load_checkpoint(self.name)
-            if self._saved > self.position:
-                self.position = self._forgotten = self._saved
+        """Go on from where the store says that the processor was, if another process has brought it further."""
+        if self.checkpoints is None:
+            return
+        self._saved = saved = await self.checkpoints.load_checkpoint(self.name)
+        if saved <= self.position:
+            return
+        ahead = {
+            aggregate_id: version
+            for aggregate_id, version in self._ahead.items()
+            if version > await self._store.version_at(aggregate_id, saved)
+        }
+        self.position = self._forgotten = saved
+        self._ahead = ahead
+        # The other may have handled more of these aggregates than is known here.
+        self._settled.clear()
+        self._done.clear()
 
     async def save(self) -> None:
         """Keep the position in the store."""
