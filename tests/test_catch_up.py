@@ -396,6 +396,40 @@ class TestFailures:
         )
         assert "message type 'Gone'" in caplog.text
 
+    @pytest.mark.parametrize("while_catching_up", [True, False])
+    async def test_a_store_that_does_not_say_what_is_handled_is_told_and_asked_again_with_the_next(
+        self, while_catching_up: bool, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        class Locked(DurableStore):
+            locked = False
+
+            async def version_at(self, aggregate_id: AggregateId, position: int) -> int:
+                if self.locked and aggregate_id == chain("a"):
+                    raise StoreLockedError("here", "is locked")
+                return await super().version_at(aggregate_id, position)
+
+        store = Locked(DOMAIN.serializer)
+        for stream in (stepped("a", 1, 1), *([stepped("a", 2, 2), stepped("b", 1, 1)] if while_catching_up else [])):
+            await store.append(stream)
+        await store.save_checkpoint("event-dispatcher/Mails", 1)
+        store.locked = while_catching_up
+        mails = Mails()
+        app = App(DOMAIN, [mails], store=store)
+        async with app.serving(quick(app)) as gateway:
+            if not while_catching_up:
+                store.locked = True
+                for command in (Step("a", 2), Step("b", 1)):
+                    await gateway.send_and_wait(command)
+                await wait_all_tasks_blocked()
+            assert mails.sent == [("b", 1)]
+            assert [record.getMessage() for record in caplog.records] == [
+                "what Mails has missed of chains.chain/a before version 2 cannot be read"
+            ]
+            store.locked = False
+            await gateway.send_and_wait(Step("a", 3))
+        assert mails.sent == [("b", 1), ("a", 2), ("a", 3)]
+        assert store.checkpoints == {"event-dispatcher/Mails": 4}
+
     async def test_a_handler_that_exits_while_catching_up_ends_the_runtime(self) -> None:
         @projection
         class Exiting:

@@ -3,6 +3,7 @@
 import logging
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from inspect import isawaitable
 from typing import Any, Protocol, TypeVar
 
@@ -268,8 +269,9 @@ class ProcessorDispatcher(MessageDispatcher[M]):
             progress = processor.progress
             if progress is None or not progress.wants(record.aggregate_id) or record.position <= progress.position:
                 continue
-            if record.version <= await progress.last_version(record.aggregate_id):
-                continue
+            with suppress(Exception):  # `_handle_once` asks again, and tells
+                if record.version <= await progress.last_version(record.aggregate_id):
+                    continue
             if message is None:
                 try:
                     message = await self.message_of(record.stream)
