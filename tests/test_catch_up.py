@@ -638,6 +638,23 @@ class TestTurns:
         await self.take_turn(first, Step("a", 2))
         assert one.ran == ["first 1", "first 2", "second 2"]
 
+    async def test_side_by_side_each_keeps_its_checkpoint_before_what_the_other_has_appended(
+        self, autojump_clock: MockClock
+    ) -> None:
+        """A limit, told in docs/concepts.md under "Durability"."""
+        store = DurableStore(DOMAIN.serializer)
+        one, other, later = Mails(), Mails(), Mails()
+        first, second = (App(DOMAIN, [mails], store=store) for mails in (one, other))
+        async with first.serving() as here, second.serving() as there:
+            for gateway, command in ((here, Step("a", 1)), (there, Step("b", 1)), (here, Step("a", 2))):
+                await gateway.send_and_wait(command)
+            await trio.sleep(5)
+        assert (one.sent, other.sent) == ([("a", 1), ("a", 2)], [("b", 1)])
+        assert store.checkpoints == {"event-dispatcher/Mails": 1}
+        await serve_until_caught_up(App(DOMAIN, [later], store=store))
+        assert sorted(later.sent) == [("a", 2), ("b", 1)]
+        assert store.checkpoints == {"event-dispatcher/Mails": 3}
+
     async def test_in_any_order_each_event_is_handled_once(self) -> None:
         for seed in range(40):
             rng = random.Random(seed)

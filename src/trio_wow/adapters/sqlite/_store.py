@@ -60,7 +60,9 @@ class SqliteStore:
     The file is in WAL mode with `synchronous=FULL`: when `append` returns, the stream is on the disk and survives the
     loss of power, as far as the disk keeps its own promises. While it is open there are two more files beside it
     (`-wal`, `-shm`). It must be on a local disk: WAL does not work over a network. Several processes may use one file;
-    one writes at a time, the others wait for up to `busy_timeout`.
+    one writes at a time, the others wait for up to `busy_timeout`. Nobody tells one process what another appends: an
+    `App` that serves meanwhile does not see it, and its checkpoints stay before it, until it is started again
+    (`docs/concepts.md`, "Durability").
 
     A runtime component too: a runtime that has it opens it when it starts and closes it when it stops. Used outside of
     one, it opens when it is first used; then close it with `aclose` or `async with`. After closing it can be used
