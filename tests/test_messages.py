@@ -175,6 +175,24 @@ class TestAggregateId:
     def test_text_names_context_aggregate_and_id(self) -> None:
         assert str(AggregateId("shop", "order", "a/b")) == "shop.order/a/b"
 
+    @pytest.mark.parametrize(
+        ("id", "shown"),
+        [
+            ("a\nb", r"a\nb"),
+            ("\x1b[2J", r"\x1b[2J"),
+            ("\x7f", r"\x7f"),
+            ("\x9b1m", r"\x9b1m"),
+            ("a\u2028", r"a\u2028"),
+            ("a\u202eb", r"a\u202eb"),
+            ("\N{ROCKET} é", "\N{ROCKET} é"),
+        ],
+        ids=ascii,
+    )
+    def test_text_keeps_to_its_line_and_commands_no_terminal(self, id: str, shown: str) -> None:
+        aggregate_id = AggregateId("shop", "order", id)
+        assert str(aggregate_id) == f"shop.order/{shown}"
+        assert aggregate_id.id == id
+
     def test_tenant_has_a_default(self) -> None:
         assert ORDER.tenant == DEFAULT_TENANT == "(0)"
 
