@@ -524,6 +524,31 @@ class TestDeadline:
             await quick(parts).serve()
         assert [type(error) for error in caught.value.exceptions] == [ValueError, ShutdownDeadlineError]
 
+    async def test_what_failed_before_is_told_when_the_stop_is_forced_and_not_only_when_serve_raises_it(
+        self, autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level("ERROR", "trio_wow.runtime")
+        first, second = ValueError("first"), LookupError("second")
+        runtime = quick(
+            [
+                Part("a", [], stop=lambda _: shielded(50)),
+                Part("b", [], stop=raising(second)),
+                Part("c", [], start=raising(first)),
+            ],
+            shutdown_timeout=3,
+        )
+        caught: list[BaseException | None] = []
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(collect, runtime.serve, caught)
+            await runtime.wait_forced()
+            assert not caught
+            told = [(record.getMessage(), record.exc_info and record.exc_info[1]) for record in caplog.records]
+        assert "the stop was forced by its deadline" in told[0][0]
+        assert told[1:] == [("before that a component had failed", error) for error in (first, second)]
+        (raised,) = caught
+        assert isinstance(raised, ExceptionGroup)
+        assert raised.exceptions[:2] == (first, second)
+
     async def test_a_slow_start_is_forced_back_too(self, autojump_clock: MockClock) -> None:
         async def prepare(part: Part) -> None:
             await shielded(50)
