@@ -455,6 +455,8 @@ class TestDecoratorErrors:
         }
         cls = attrs.make_class("Account", fields, class_body={"handle": deciding(Open)})
         assert aggregate_model(aggregate(context="bank")(cls)).new_state("A").lines == []
+        with pytest.raises(TypeError, match=r"Account has snapshots, which would lose cache: .* remove `init=False`"):
+            aggregate(context="bank", snapshot_every=9)(cls)
 
     def test_command_without_attrs(self) -> None:
         with pytest.raises(

@@ -5,10 +5,14 @@ import json
 import math
 import string
 import unicodedata
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 from datetime import UTC, datetime, time, timedelta, timezone
 from decimal import Decimal
-from enum import Enum
+from enum import Enum, StrEnum
+from functools import cached_property
 from typing import Any
 from uuid import UUID
 
@@ -996,6 +1000,111 @@ class TestBrokenForm:
     def test_any_bytes_are_an_error_of_ours(self, data: bytes) -> None:
         with pytest.raises(SerializationError):
             serializer().load_stream(data, "here")
+
+
+class Shade(StrEnum):
+    RED = "red"
+
+
+@frozen(cache_hash=True)
+class Tag:
+    name: str
+    weight: float = field(default=0.0, eq=False)
+    seen: int = field(init=False, default=0, eq=False)
+
+    @cached_property
+    def heading(self) -> str:
+        return self.name.upper()
+
+
+@dataclass
+class Place:
+    name: str
+    visits: int = dataclass_field(default=0, init=False, compare=False)
+
+
+class Slotted:
+    __slots__ = ("hidden",)
+    hidden: int
+
+
+@define(slots=False)
+class Board(Slotted):
+    id: str = "b"
+    name: str = ""
+    ratio: float = 0
+    loose: int = field(default=0, eq=False)
+    index: dict[str, int] = field(init=False, eq=False)
+    last: deque[int] = field(factory=deque)
+    tags: set[Tag] = field(factory=set)
+    by_name: dict[str, Tag] = field(factory=dict)
+    places: list[Place] = field(factory=list)
+
+    def __attrs_post_init__(self) -> None:
+        self.index = {tag.name: 1 for tag in self.tags}
+
+    @cached_property
+    def names(self) -> list[str]:
+        return sorted(self.by_name)
+
+
+def visited() -> Place:
+    place = Place("here")
+    place.visits = 1
+    return place
+
+
+def seen(tag: Tag) -> Tag:
+    object.__setattr__(tag, "seen", 1)
+    return tag
+
+
+class TestStates:
+    """What a state holds comes back whole, or is refused; `==` does not see all of it."""
+
+    @pytest.mark.parametrize(
+        ("change", "text"),
+        [
+            (lambda board: setattr(board, "plain", 5), "plain=5 comes back as NOTHING; only what __init__ takes"),
+            (lambda board: setattr(board, "hidden", 5), "hidden=5 comes back as NOTHING"),
+            (lambda board: board.index.update(x=1), r"len\(index\)=1 comes back as 0"),
+            (lambda board: setattr(board, "loose", 1.5), "loose=1.5 comes back as 1"),
+            (lambda board: setattr(board, "name", Shade.RED), "name=<Shade.RED: 'red'> comes back as 'red'"),
+            (lambda board: setattr(board, "by_name", defaultdict(list)), "by_name=defaultdict.* comes back as {}"),
+            (lambda board: setattr(board, "last", deque([1], 5)), r"last\.maxlen=5 comes back as None"),
+            (lambda board: board.places.append(visited()), r"places\[0\]\.visits=1 comes back as 0"),
+            (lambda board: board.tags.add(seen(Tag("a"))), r"tags\[0\]\.seen=1 comes back as 0"),
+            (lambda board: board.by_name.update(a=seen(Tag("a"))), r"by_name\['a'\]\.seen=1 comes back as 0"),
+            (
+                lambda board: board.by_name.update({Shade.RED: Tag("a")}),
+                r"by_name\[0\]=<Shade.RED: 'red'> comes back",
+            ),
+            (lambda board: (board.names, board.by_name.update(a=Tag("a"))), r"len\(names\)=0 comes back as 1"),
+        ],
+    )
+    def test_what_would_be_lost_is_refused_and_named(self, change: Callable[[Board], object], text: str) -> None:
+        board = Board()
+        change(board)
+        with pytest.raises(SerializationError, match=f"Board does not come back from JSON as it was: {text}"):
+            serializer().dump_state(board)
+
+    def test_what_comes_back_whole_is_kept(self) -> None:
+        tag = Tag("a", 3)
+        board = Board("x", "y", 2, 3, deque([1, 2]), {tag, Tag("b")}, {"b": tag, "a": tag}, [Place("here")])
+        assert (hash(tag), tag.heading, board.names) == (hash(Tag("a")), "A", ["a", "b"])
+        back = serializer().load_state(serializer().dump_state(board), Board, "it")
+        assert (back, back.index, back.loose) == (board, {"a": 1, "b": 1}, 3)
+
+    def test_one_that_holds_itself_is_refused(self) -> None:
+        @define
+        class Ring:
+            next: Any = field(init=False, eq=False)
+
+            def __attrs_post_init__(self) -> None:
+                self.next = self
+
+        with pytest.raises(SerializationError, match="Ring cannot be kept as JSON: maximum recursion depth"):
+            serializer().dump_state(Ring())
 
 
 class TestExplanations:

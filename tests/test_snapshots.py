@@ -212,6 +212,30 @@ class TestTaking:
             f"no snapshot of version {version} of marks.marks/a: it cannot be taken" for version in (1, 2)
         ]
 
+    async def test_a_state_that_would_lose_what_no_field_holds_is_not_kept(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        @aggregate(context="tallies", snapshot_every=1)
+        @define(slots=False)
+        class Tally:
+            id: str
+
+            @on_command
+            def add(self, command: Add) -> Added:
+                return Added(getattr(self, "count", 0) + 1)
+
+            @on_sourcing
+            def added(self, event: Added) -> None:
+                self.count = event.amount
+
+        app = App([Tally])
+        async with app.serving(quick(app)) as gateway:
+            for _ in range(3):
+                await gateway.send_and_wait(Add("a", 0))
+        assert (await app.repository.load(AggregateId("tallies", "tally", "a"))).state.count == 3
+        assert "no snapshot of version 3 of tallies.tally/a: it cannot be taken" in caplog.text
+        assert "Tally does not come back from JSON as it was: count=3 comes back as NOTHING" in caplog.text
+
     async def test_fs18_b_an_older_snapshot_does_not_replace_a_newer_one(self) -> None:
         snapshots = InMemorySnapshotStore()
         newer = Snapshot(A, 10, "s10", 1, b"{}")

@@ -42,7 +42,7 @@ class AggregateModel:
         self.name = check_name("aggregate name", name)
         self._decide: dict[type, Callable[[Any, Any], object]] = {}
         self._source: dict[type, Callable[[Any, Any], object]] = {}
-        _check_state(cls)
+        _check_state(cls, has_snapshots=snapshot_every is not None)
         for function in message_functions(cls, {FunctionKind.COMMAND, FunctionKind.SOURCING}, "aggregate"):
             where = f"{cls.__name__}.{function.name}"
             message = message_class(function.annotation, where)
@@ -125,8 +125,8 @@ def aggregate(
         context: the bounded context, see `check_name`.
         name: the aggregate's name in it; by default the class's in lower case, words joined by `_`.
         snapshot_every: versions from one snapshot of the state to the next, so that loading begins there; at least 1.
-            `None` for no snapshots: right while an aggregate has few events. The state must then be something that
-            JSON holds (see `Serializer`).
+            `None` for no snapshots: right while an aggregate has few events. With snapshots all of the state is in
+            fields that `__init__` takes, and is something that JSON holds (see `Serializer`).
         revision: of the state's shape, at least 1; raise it when the fields change, so that older snapshots are made
             anew from the events.
 
@@ -162,7 +162,7 @@ def aggregate_model(cls: type) -> AggregateModel:
     return model
 
 
-def _check_state(cls: type) -> None:
+def _check_state(cls: type, *, has_snapshots: bool) -> None:
     if not attrs.has(cls):
         raise TypeError(f"{cls.__name__} is no attrs class; put @attrs.define below @aggregate")
     fields = attrs.fields_dict(cls)
@@ -171,6 +171,12 @@ def _check_state(cls: type) -> None:
     missing = [name for name, field in fields.items() if field.init and field.default is attrs.NOTHING and name != "id"]
     if missing:
         raise TypeError(f"{cls.__name__} needs a default for {', '.join(missing)}: a new aggregate has only its id")
+    lost = [name for name, field in fields.items() if not field.init]
+    if lost and has_snapshots:
+        raise TypeError(
+            f"{cls.__name__} has snapshots, which would lose {', '.join(lost)}: they keep what __init__ takes; "
+            "remove `init=False`, or compute it in a property, or remove `snapshot_every`"
+        )
 
 
 def _check_command(command: type, where: str) -> None:

@@ -1,6 +1,8 @@
 """The stored form of messages: versioned JSON."""
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import is_dataclass
 from datetime import datetime
 from decimal import Decimal
 from functools import lru_cache
@@ -133,9 +135,10 @@ class Serializer:
         """Write an aggregate's state, as a JSON object.
 
         Raises:
-            SerializationError: it would not come back as it is.
+            SerializationError: it would not come back as it is, also where `==` does not look: in the types of values,
+                in fields without `eq`, and in attributes that are no fields.
         """
-        return self._written(state)[0]
+        return self._written(state, _lost)[0]
 
     def load_state(self, data: bytes, cls: type[S], source: str) -> S:
         """Read a state. It has all the fields that the class has now, and no other: no default stands in for one.
@@ -165,19 +168,17 @@ class Serializer:
         named = self._types.of(body)
         return {"name": named.name, "revision": named.revision, "body": orjson.Fragment(self._written(body)[0])}
 
-    def _written(self, body: B) -> tuple[bytes, B]:
+    def _written(self, body: B, difference: Callable[[B, B], str | None] | None = None) -> tuple[bytes, B]:
         """Write a body and read it back, since only that shows what JSON, or its own annotations, would change."""
         cls = type(body)
         try:
             data = orjson.dumps(self._converter.unstructure(body))
             back = self._converter.structure(orjson.loads(data), cls)
-            same = back == body
+            lost = (difference or _difference)(body, back)
         except Exception as error:
             raise SerializationError(f"{cls.__name__} cannot be kept as JSON: {self._explain(body, error)}") from error
-        if not same:
-            raise SerializationError(
-                f"{cls.__name__} does not come back from JSON as it was: {_difference(body, back)}"
-            )
+        if lost is not None:
+            raise SerializationError(f"{cls.__name__} does not come back from JSON as it was: {lost}")
         return data, back
 
     def _explain(self, body: object, error: Exception) -> str:
@@ -220,12 +221,50 @@ class Serializer:
             ) from error
 
 
-def _difference(body: Any, back: Any) -> str:
+def _difference(body: Any, back: Any) -> str | None:
+    if back == body:
+        return None
     for field in attrs.fields(type(body)):
         was, came = getattr(body, field.name), getattr(back, field.name)
         if was != came:
             return f"{field.name}={_shown(was)} comes back as {_shown(came)}"
     return f"{_shown(body)} comes back as {_shown(back)}, which compares unequal"
+
+
+_PLAIN = (str, int, float, bool, type(None))
+
+
+def _lost(was: Any, came: Any, where: str = "") -> str | None:
+    """Say where what came is not what was, whatever `==` makes of it."""
+    is_same_type = type(was) is type(came)
+    parts = list(_parts(was, came, where)) if is_same_type and type(was) not in _PLAIN else []
+    if parts:
+        return next((lost for part in parts if (lost := _lost(*part)) is not None), None)
+    if was == came and (is_same_type or (type(was) is int and type(came) is float)):
+        return None
+    return (
+        f"{where}={_shown(was)} comes back as {_shown(came)}; "
+        "only what __init__ takes is kept, and in the type of its annotation"
+    )
+
+
+def _parts(was: Any, came: Any, where: str) -> Iterator[tuple[Any, Any, str]]:
+    """Pair the parts of two values of one type, and name them."""
+    if attrs.has(type(was)) or is_dataclass(was):
+        state = object.__getstate__(was)  # all that it holds, be it a field or not
+        own, slots = state if isinstance(state, tuple) else (state, None)
+        for name, one in {**(own or {}), **(slots or {})}.items():
+            if name != "_attrs_cached_hash":  # made anew when it is asked for
+                yield one, getattr(came, name, attrs.NOTHING), f"{where}.{name}".lstrip(".")
+    elif isinstance(was, list | tuple | deque | dict | set | frozenset):
+        yield len(was), len(came), f"len({where})"
+        yield getattr(was, "maxlen", None), getattr(came, "maxlen", None), f"{where}.maxlen"
+        twins = map({each: each for each in came}.get, was) if isinstance(was, set | frozenset) else came
+        for number, (one, other) in enumerate(zip(was, twins, strict=False)):
+            yield one, other, f"{where}[{number}]"
+        if isinstance(was, dict):
+            for key, one in was.items():
+                yield one, came.get(key), f"{where}[{key!r}]"
 
 
 def _shown(value: object) -> str:
