@@ -1,4 +1,4 @@
-"""Every error the library raises on purpose; one tree, rooted in `WowError`."""
+"""Every error the library raises on purpose; one tree, rooted in `WowError`. And what it warns with."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -8,6 +8,8 @@ __all__ = [
     "AggregateNotReadableError",
     "AggregateVersionError",
     "AppendOutcomeUnknownError",
+    "BlockingCallError",
+    "BlockingCallWarning",
     "CancelScopeLeakError",
     "CommandFailedError",
     "CommandRejectedError",
@@ -100,11 +102,57 @@ class CancelScopeLeakError(WowError):
 
     def __init__(self, handler: str, key: object) -> None:
         super().__init__(
-            f"handler {handler} left a cancel scope open when it handled an item of key {key}; "
+            f"handler {handler} left a cancel scope open when it handled an item of key {_text(key)}; "
             "leave every scope in the handler that entered it"
         )
         self.handler = handler
         self.key = key
+
+
+class BlockingCallError(WowError):
+    """A handler made a call that would have blocked the event loop, and every other handler with it. It was not made.
+
+    Attributes:
+        handler: the handler's qualified name.
+        key: the key of the item it handled.
+        call: the name of what it called, such as `time.sleep`.
+    """
+
+    def __init__(self, handler: str, key: object, call: str) -> None:
+        super().__init__(_blocking_call(handler, key, call))
+        self.handler = handler
+        self.key = key
+        self.call = call
+
+
+class BlockingCallWarning(RuntimeWarning):
+    """A handler makes a call that may block the event loop, and every other handler with it.
+
+    Attributes:
+        handler: the handler's qualified name.
+        key: the key of the item it handles.
+        call: the name of what it calls, such as `time.sleep`.
+    """
+
+    def __init__(self, handler: str, key: object, call: str) -> None:
+        super().__init__(_blocking_call(handler, key, call))
+        self.handler = handler
+        self.key = key
+        self.call = call
+
+
+def _blocking_call(handler: str, key: object, call: str) -> str:
+    return (
+        f"handler {handler} called {call}, which blocks the event loop, when it handled an item of key {_text(key)}; "
+        "await an async call or trio.to_thread.run_sync instead, or pin a plain function with @blocking or @direct"
+    )
+
+
+def _text(key: object) -> str:
+    try:
+        return str(key)
+    except Exception:  # an error must not fail because of whom it is about
+        return object.__repr__(key)
 
 
 class RuntimeStateError(WowError):

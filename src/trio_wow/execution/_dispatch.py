@@ -1,17 +1,17 @@
 """One dispatch: a receiver with a bounded window, a table of mailboxes, and a lane of them on each worker."""
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from contextvars import copy_context
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, Literal, TypeVar, cast
 
 import trio
 from trio.lowlevel import enable_ki_protection
 
 from trio_wow.errors import CancelScopeLeakError, ExecutorClosedError
+from trio_wow.execution._blocking import BlockingCallGuard
 from trio_wow.execution._errors import split_cancelled
-from trio_wow.execution._lane import Lane
-from trio_wow.execution._lane import enter as enter_plainly
-from trio_wow.execution._lane import resume as resume_plainly
+from trio_wow.execution._lane import Enter, Lane, Resume, enter, resume
 from trio_wow.execution._mailbox import Mailbox
 from trio_wow.execution._plain import is_async
 from trio_wow.execution._source import BatchSource, DemandSource, IterableSource
@@ -46,6 +46,7 @@ class Dispatch(Generic[T]):
         workers: Workers,
         max_in_flight: int,
         throughput: int,
+        blocking_calls: Literal["raise", "warn", "allow"],
         perf_counter: Callable[[], float],
         source: BatchSource[T],
         key: Callable[[T], Hashable],
@@ -73,7 +74,9 @@ class Dispatch(Generic[T]):
         if self.pin == "blocking":
             self.handler = self._call_blocking
             self.handler_is_async = True
-        self.enter, self.resume = enter_plainly, resume_plainly
+        self._guard = None if blocking_calls == "allow" else BlockingCallGuard(blocking_calls, self.handler_name)
+        self.enter: Enter = enter if self._guard is None else self._guard.enter
+        self.resume: Resume = resume if self._guard is None else self._guard.resume
         self._on_error = on_error
         self._on_discard = on_discard
         self.context = copy_context()
@@ -100,7 +103,7 @@ class Dispatch(Generic[T]):
         """Run until the source has ended and every item has finished; see `KeyedExecutor.dispatch`."""
         cancelled: BaseException | None = None
         try:
-            with self._scope:
+            with self._guard or nullcontext(), self._scope:
                 async with trio.open_nursery() as self.nursery:
                     await self._receive()
         except BaseException as error:

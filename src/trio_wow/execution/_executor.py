@@ -1,15 +1,15 @@
 """The public face of keyed execution."""
 
-import os
 import time
 from collections.abc import AsyncIterable, Callable, Hashable, Mapping
 from inspect import isasyncgenfunction, isgeneratorfunction
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import trio
 
 from trio_wow.errors import ExecutorClosedError
+from trio_wow.execution._cpus import usable_cpus
 from trio_wow.execution._dispatch import Dispatch
 from trio_wow.execution._plain import is_async
 from trio_wow.execution._source import BatchSource, ChannelSource, IterableSource
@@ -39,11 +39,14 @@ class KeyedExecutor:
             all of them, the dispatch asks its source for nothing more until that key moves on.
         throughput: items of one key handled in a row, while they complete without waiting, before the other keys and
             the event loop get their turn.
+        blocking_calls: what to do about calls that block the event loop while a handler holds it, such as
+            `time.sleep`: "raise" a `BlockingCallError` in place of the call, "warn" with a `BlockingCallWarning`, or
+            "allow" them. `docs/keyed-execution.md` lists which calls are seen.
         perf_counter: seconds, to measure how long handlers hold the event loop.
         name: what errors and task dumps call it.
 
     Raises:
-        ValueError: a number is not a positive `int`.
+        ValueError: a number is not a positive `int`, or `blocking_calls` is none of the three.
         TypeError: `name` is no text, or `perf_counter` cannot be called.
     """
 
@@ -53,14 +56,17 @@ class KeyedExecutor:
         workers: int | None = None,
         max_in_flight: int = 256,
         throughput: int = 16,
+        blocking_calls: Literal["raise", "warn", "allow"] = "allow",
         perf_counter: Callable[[], float] = time.perf_counter,
         name: str = "wow-dispatch",
     ) -> None:
         if workers is None:
-            workers = _usable_cpus()
+            workers = usable_cpus()
         for argument, value in (("workers", workers), ("max_in_flight", max_in_flight), ("throughput", throughput)):
             if type(value) is not int or value < 1:
                 raise ValueError(f"{argument} must be a positive int, not {value!r}")
+        if blocking_calls not in ("raise", "warn", "allow"):
+            raise ValueError(f"blocking_calls must be 'raise', 'warn' or 'allow', not {blocking_calls!r}")
         if not isinstance(name, str):
             raise TypeError(f"name must be a str, not {name!r}")
         if not callable(perf_counter):
@@ -68,6 +74,7 @@ class KeyedExecutor:
         self._workers = Workers(name, workers)
         self._max_in_flight = max_in_flight
         self._throughput = throughput
+        self._blocking_calls = blocking_calls
         self._perf_counter = perf_counter
         self._name = name
         self._closed = False
@@ -138,6 +145,7 @@ class KeyedExecutor:
             TypeError: `source` is of no known kind; `handler` cannot be called; `key` or a callback is no plain
                 function; or a plain handler returned an awaitable.
             CancelScopeLeakError: (to `on_error`, if given) a handler left a cancel scope open.
+            BlockingCallError: (in the handler) it made a blocking call, and `blocking_calls` is "raise".
             BaseException: what the source, `key` or the handler raised: a single error itself, several as a group with
                 the first one first. Before that the running handlers are cancelled, the items not yet started are
                 discarded, and all tasks have left.
@@ -156,6 +164,7 @@ class KeyedExecutor:
             workers=self._workers,
             max_in_flight=self._max_in_flight,
             throughput=self._throughput,
+            blocking_calls=self._blocking_calls,
             perf_counter=self._perf_counter,
             source=_as_batch_source(source),
             key=key,
@@ -211,12 +220,6 @@ def _check_functions(handler: object, plain: Mapping[str, object]) -> None:
             continue
         if not callable(function) or is_async(function):
             raise TypeError(f"{name} must be a plain function, not {function!r}")
-
-
-def _usable_cpus() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _as_batch_source(source: object) -> BatchSource[Any]:

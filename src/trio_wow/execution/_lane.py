@@ -18,7 +18,10 @@ from trio_wow.execution._worker import Worker, Workers
 if TYPE_CHECKING:
     from trio_wow.execution._dispatch import Dispatch
 
-__all__ = ["Lane", "enter", "resume"]
+__all__ = ["Enter", "Lane", "Resume", "enter", "resume"]
+
+Enter = Callable[[Mailbox[Any], Context, Callable[[Any], object], object], object]
+Resume = Callable[[Mailbox[Any], Callable[[Any], object], Any], object]
 
 # How long the runners of an executor hold the event loop together before they let other tasks run.
 HOLD_ITEMS = 256
@@ -48,7 +51,7 @@ def _rest(
     interrupt: BaseException | None,
     mailbox: Mailbox[Any],
     worker: Worker,
-    resume: Callable[[Mailbox[Any], Callable[[Any], object], Any], object],
+    resume: Resume,
 ) -> Generator[Any, Any, None]:
     """Await the rest of a coroutine, taking the worker again each time it resumes.
 
