@@ -58,7 +58,7 @@ def peak(keys: int) -> Peak:
     that is not to be had, `ru_maxrss` is read before and after; it knows only the peak of the process's whole life (on
     Linux even that of its parent before `exec`), so what is needed below that peak stays hidden.
     """
-    trio.run(dispatch_distinct, 1_000)  # what the first dispatch of a process loads is not the keys' doing
+    trio.run(dispatch_distinct, 1)  # what the first dispatch of a process loads is not the keys' doing
     gc.collect()
     measured_by = "VmHWM, set back by clear_refs" if _reset_peak() else "ru_maxrss"
     idle = _peak_bytes(measured_by)

@@ -258,9 +258,9 @@ def measure_ticker(items: int) -> list[executor_limits.Lateness]:
         f"\nticker: how late a 5 ms sleep ends beside {executor_limits.DISPATCHES} dispatches of handlers that compute "
         f"for 50 to 200 µs, on one executor of {executor_limits.WORKERS} workers"
     )
-    each = max(1, items // 25)
+    each = max(1, items // 10)
     measured = []
-    for handler, count in (("none", max(1, items // 1000)), ("async", each), ("plain", each)):
+    for handler, count in (("none", max(1, items // 200)), ("async", each), ("plain", each)):
         late = executor_limits.lateness(handler, count)
         measured.append(late)
         print(
