@@ -67,9 +67,6 @@ def peak(keys: int) -> Peak:
 
 
 def _reset_peak() -> bool:
-    before = _high_water_mark()
-    if before is None:
-        return False
     block = b"\1" * (16 * MIB)  # raises the peak, so that one sees it set back
     raised = _high_water_mark()
     del block
@@ -77,8 +74,8 @@ def _reset_peak() -> bool:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
         return False
-    after = _high_water_mark()
-    return raised is not None and after is not None and after < raised
+    reset = _high_water_mark()
+    return raised is not None and reset is not None and reset < raised
 
 
 def _high_water_mark() -> int | None:
