@@ -39,7 +39,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """Check types, strictly."""
-    session.install(".[examples]", *nox.project.dependency_groups(PYPROJECT, "types"))
+    session.install(".[examples,bench]", *nox.project.dependency_groups(PYPROJECT, "types"))
     session.run("mypy")
 
 
@@ -53,5 +53,5 @@ def imports(session: nox.Session) -> None:
 @nox.session
 def hooks(session: nox.Session) -> None:
     """Run the pre-commit hooks on every file, with the tools that they take from the environment."""
-    session.install(".[examples]", *nox.project.dependency_groups(PYPROJECT, "hooks"))
+    session.install(".[examples,bench]", *nox.project.dependency_groups(PYPROJECT, "hooks"))
     session.run("pre-commit", "run", "--all-files", *session.posargs)

@@ -1,0 +1,136 @@
+"""The benchmarks run, check what they measure, and say what is missing. How fast anything is is not tested."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from operator import itemgetter
+from pathlib import Path
+
+import pytest
+
+from contenders import CONTENDERS, Contender, Item, Load
+from keyed_dispatch import WrongResultError, verify
+
+PROGRAM = Path(__file__).parents[1] / "benchmarks" / "keyed_dispatch.py"
+TINY = ("--items", "40", "--rounds", "1")
+
+
+def keyed_dispatch(*arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    environment = dict(os.environ) if path is None else {**os.environ, "PYTHONPATH": str(path)}
+    return subprocess.run(
+        [sys.executable, str(PROGRAM), *arguments], capture_output=True, text=True, timeout=100, env=environment
+    )
+
+
+def test_a_run_shows_every_contender_and_writes_what_it_measured(tmp_path: Path) -> None:
+    done = keyed_dispatch(*TINY, "--json", str(tmp_path / "report.json"))
+    assert (done.returncode, done.stderr) == (0, "")
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["machine"].keys() >= {"cores", "python", "trio", "platform"}
+    assert (report["items"], report["rounds"]) == (40, 1)
+    assert {(cost["handler"], cost["keys"], cost["contender"]) for cost in report["costs"]} == {
+        (handler, keys, contender.name)
+        for handler in ("noop", "yield", "plain")
+        for keys in (1, 40)
+        for contender in CONTENDERS
+        if contender.installed
+    }
+    assert all(len(cost["samples"]) == 1 and cost["ratio"] > 0 for cost in report["costs"])
+    assert [cost["keys"] for cost in report["memory"]["costs"]] == [2, 20, 200]
+    assert report["memory"]["peak"]["keys"] == 200
+    assert [late["load"] for late in report["ticker"]] == ["none", "async", "plain"]
+    for contender in CONTENDERS:
+        lines = [line for line in done.stdout.splitlines() if line.startswith(f"  {contender.name} ")]
+        assert len(lines) == 6
+        assert contender.installed is not any("missing" in line for line in lines)
+
+
+def test_a_package_that_is_not_there_is_reported_and_the_others_run(tmp_path: Path) -> None:
+    for package in ("pykka", "nigrains"):
+        (tmp_path / f"{package}.py").write_text("raise ImportError('blocked by a test')")
+    done = keyed_dispatch("--cost", *TINY, "--handler", "noop", "--json", str(tmp_path / "r.json"), path=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "missing: pykka, nigrains" in done.stdout
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["missing"] == ["pykka", "nigrains"]
+    measured = {cost["contender"] for cost in report["costs"]}
+    assert measured == {contender.name for contender in CONTENDERS} - {"pykka", "nigrains"}
+    assert report.keys().isdisjoint({"memory", "ticker"})
+
+
+def test_a_contender_alone_has_no_ratio(tmp_path: Path) -> None:
+    done = keyed_dispatch(
+        "--cost", *TINY, "--contender", "trio-deque", "--keys", "3", "--json", str(tmp_path / "report.json")
+    )
+    assert done.returncode == 0, done.stderr
+    costs = json.loads((tmp_path / "report.json").read_text())["costs"]
+    assert [(cost["keys"], cost["ratio"]) for cost in costs] == [(3, None)] * 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--items", "0"), "argument --items: must be at least 1, not 0"),
+        (("--rounds", "many"), "argument --rounds: invalid"),
+        (("--contender", "nobody"), "argument --contender: invalid choice: 'nobody'"),
+        (("--handler", "slow"), "argument --handler: invalid choice: 'slow'"),
+        (("--items", "10", "--keys", "11"), "--keys 11 is more than the 10 items"),
+        (("--json", "/nowhere/report.json"), "--json /nowhere/report.json is in no folder that exists"),
+    ],
+)
+def test_a_wrong_argument_is_refused(arguments: tuple[str, ...], said: str) -> None:
+    done = keyed_dispatch(*arguments)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert done.stdout == ""
+
+
+ITEMS = [(number % 2, number) for number in range(6)]
+
+
+def loses_one(load: Load) -> None:
+    for item in load.items[:-1]:
+        load.handler(item)
+
+
+def repeats_one(load: Load) -> None:
+    for item in [*load.items[:-1], load.items[0]]:
+        load.handler(item)
+
+
+def turns_one_key_round(load: Load) -> None:
+    for item in [*load.items[::2], *reversed(load.items[1::2])]:
+        load.handler(item)
+
+
+def runs_all_at_once(load: Load) -> None:
+    coroutines = [load.handler(item) for item in load.items]
+    for coroutine in coroutines:
+        coroutine.send(None)
+    for coroutine in coroutines:
+        with pytest.raises(StopIteration):
+            coroutine.send(None)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (loses_one, "handled 5 of 6 items"),
+        (repeats_one, "or not each once"),
+        (turns_one_key_round, "out of order"),
+    ],
+)
+def test_a_contender_that_does_not_keep_its_promise_is_found(wrong: Callable[[Load], None], said: str) -> None:
+    with pytest.raises(WrongResultError, match=said):
+        verify(Contender("wrong", wrong, "none"), Load(ITEMS, itemgetter(0), lambda item: None, awaits=False))
+
+
+def test_a_contender_that_overlaps_the_items_of_a_key_is_found() -> None:
+    async def waits(item: Item) -> None:
+        await asyncio.sleep(0)
+
+    with pytest.raises(WrongResultError, match="beside another item of its key"):
+        verify(Contender("wrong", runs_all_at_once, "none"), Load(ITEMS, itemgetter(0), waits, awaits=True))
