@@ -73,9 +73,6 @@ class Contender:
         return (self.run.__doc__ or "").splitlines()[0]
 
 
-# trio-wow
-
-
 class Batches(Generic[T]):
     """A `BatchSource` of a sequence; a lazy one, such as a range, is made up only as it is taken."""
 
@@ -114,9 +111,6 @@ async def _feed(send: trio.MemorySendChannel[Item], items: Sequence[Item]) -> No
                 send.send_nowait(item)
             except trio.WouldBlock:
                 await send.send(item)
-
-
-# Hand-written, asyncio
 
 
 class _Window:
@@ -202,9 +196,6 @@ async def asyncio_deque(load: Load) -> None:
                 queue.append(item)
 
 
-# Hand-written, Trio
-
-
 async def trio_channel(load: Load) -> None:
     """Trio: a memory channel and a task per active key.
 
@@ -273,9 +264,6 @@ async def trio_deque(load: Load) -> None:
                 queue.append(item)
 
 
-# Packages
-
-
 def pykka_actors(load: Load) -> None:
     """pykka: an actor with a thread per key.
 
@@ -341,9 +329,6 @@ async def nigrains_grains(load: Load) -> None:
     async with runtime, asyncio.TaskGroup() as group:
         for _ in range(WINDOW):
             group.create_task(call())
-
-
-# Floors
 
 
 def call_loop(load: Load) -> None:

@@ -42,9 +42,6 @@ ITEMS, ROUNDS = 200_000, 5
 QUICK_ITEMS, QUICK_ROUNDS = 5_000, 3
 
 
-# Handlers
-
-
 async def returns(item: Item) -> None:
     """Do nothing."""
 
@@ -73,9 +70,6 @@ def handler_for(contender: Contender, kind: str) -> Callable[[Item], Any]:
     if kind == "plain":
         return plain
     return waits_in_trio if contender.library == "trio" else waits_in_asyncio
-
-
-# Running one contender
 
 
 def run(contender: Contender, load: Load) -> float:
@@ -143,9 +137,6 @@ def by_key(items: Iterable[Item], load: Load) -> dict[object, list[Item]]:
     for item in items:
         grouped[load.key(item)].append(item)
     return grouped
-
-
-# Cost an item
 
 
 @frozen
@@ -220,9 +211,6 @@ def print_costs(kind: str, keys: int, chosen: Iterable[Contender], costs: Iterab
         print(f"  {cost.contender:16} {cost.median:9.2f} {cost.min:8.2f} .. {cost.max:<8.2f} {ratio:>10}", flush=True)
 
 
-# Memory and ticker
-
-
 def measure_memory(items: int, rounds: int) -> dict[str, Any]:
     """Measure a dispatch of up to five times as many keys as items, each item with a key of its own."""
     most = items * 5
@@ -269,9 +257,6 @@ def measure_ticker(items: int) -> list[executor_limits.Lateness]:
             flush=True,
         )
     return measured
-
-
-# The program
 
 
 def machine() -> dict[str, Any]:

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from trio_wow import KeyedExecutor
+
 
 @pytest.fixture(scope="session", autouse=True)
 def no_settings_of_the_developer() -> Iterator[None]:
@@ -12,4 +14,14 @@ def no_settings_of_the_developer() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("WOW_")]:
             patch.delenv(name)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def blocking_calls_are_refused() -> Iterator[None]:
+    """Every executor that a test does not say otherwise for refuses blocking calls."""
+    defaults = KeyedExecutor.__init__.__kwdefaults__
+    assert defaults is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(defaults, "blocking_calls", "raise")
         yield

@@ -110,7 +110,7 @@ class Feed:
 
     async def run(self) -> None:
         """Send them all, or all until the runtime takes no more."""
-        async with KeyedExecutor(name="replay") as executor:
+        async with KeyedExecutor(name="replay", blocking_calls="raise") as executor:
             await executor.dispatch(self, key=lambda flight: flight.tail, handler=self._log)
 
     async def receive_batch(self, limit: int, /) -> Sequence[Flight]:
@@ -206,7 +206,7 @@ async def replay(path: Path, total: int, store_path: Path | None, console: Conso
     async with open_store(store_path, domain.serializer) as store:
         app = App(domain, [views.carriers, views.airports, views.aircraft, Maintenance()], store=store)
         # No quiet period: what an operation causes takes its lease first, so when none is held nothing is to come.
-        runtime = app.runtime(shutdown_quiet_period=0)
+        runtime = app.runtime(executor=KeyedExecutor(blocking_calls="raise"), shutdown_quiet_period=0)
         forced = stopped_early = False
         started = perf_counter()
         with closing(read_flights(path)) as flights:
