@@ -16,7 +16,7 @@ import math
 import threading
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Hashable, Sequence
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import trio
 from attrs import frozen
@@ -113,24 +113,31 @@ async def _feed(send: trio.MemorySendChannel[Item], items: Sequence[Item]) -> No
                 await send.send(item)
 
 
-class _Window:
-    """Room for `WINDOW` unfinished items and one feeder.
+class _Window(Protocol):
+    """Room for `WINDOW` unfinished items."""
 
-    An `asyncio.Semaphore` does the same; this takes 0.3 µs less an item.
-    """
+    async def acquire(self) -> object: ...
 
-    __slots__ = ("_room", "free")
+    def release(self) -> None: ...
+
+
+class _Counter:
+    """What an `asyncio.Semaphore` does, for one feeder and 0.3 µs less an item."""
+
+    __slots__ = ("_free", "_room")
 
     def __init__(self) -> None:
-        self.free = WINDOW
+        self._free = WINDOW
         self._room: asyncio.Future[None] | None = None
 
-    async def wait_room(self) -> None:
-        self._room = asyncio.get_running_loop().create_future()
-        await self._room
+    async def acquire(self) -> None:
+        if not self._free:
+            self._room = asyncio.get_running_loop().create_future()
+            await self._room
+        self._free -= 1
 
     def release(self) -> None:
-        self.free += 1
+        self._free += 1
         if self._room is not None:
             if not self._room.done():  # a failed TaskGroup may have cancelled it
                 self._room.set_result(None)
@@ -144,7 +151,7 @@ async def asyncio_lock(load: Load) -> None:
     and memory grows with the number of keys.
     """
     key, handler, awaits = load.key, load.handler, load.awaits
-    window = _Window()
+    window = asyncio.Semaphore(WINDOW)
     locks: defaultdict[Hashable, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def handle(item: Item) -> None:
@@ -157,9 +164,7 @@ async def asyncio_lock(load: Load) -> None:
 
     async with asyncio.TaskGroup() as group:
         for item in load.items:
-            if not window.free:
-                await window.wait_room()
-            window.free -= 1
+            await window.acquire()
             group.create_task(handle(item))
 
 
@@ -169,8 +174,16 @@ async def asyncio_deque(load: Load) -> None:
     The `TaskGroup` makes a failing handler end the run. Bare `create_task` takes about 0.7 µs less a task, and loses
     that error.
     """
+    await _asyncio_deque(load, asyncio.Semaphore(WINDOW))
+
+
+async def asyncio_counter(load: Load) -> None:
+    """Asyncio: the same, with a counter of its own in place of the semaphore."""
+    await _asyncio_deque(load, _Counter())
+
+
+async def _asyncio_deque(load: Load, window: _Window) -> None:
     key, handler, awaits = load.key, load.handler, load.awaits
-    window = _Window()
     queues: dict[Hashable, deque[Item]] = {}
 
     async def drain(name: Hashable, queue: deque[Item]) -> None:
@@ -184,9 +197,7 @@ async def asyncio_deque(load: Load) -> None:
 
     async with asyncio.TaskGroup() as group:
         for item in load.items:
-            if not window.free:
-                await window.wait_room()
-            window.free -= 1
+            await window.acquire()
             name = key(item)
             queue = queues.get(name)
             if queue is None:
@@ -371,6 +382,7 @@ CONTENDERS = (
     Contender("executor-channel", executor_channel, "trio"),
     Contender("asyncio-lock", asyncio_lock, "asyncio"),
     Contender("asyncio-deque", asyncio_deque, "asyncio"),
+    Contender("asyncio-counter", asyncio_counter, "asyncio"),
     Contender("trio-channel", trio_channel, "trio"),
     Contender("trio-deque", trio_deque, "trio"),
     Contender("pykka", pykka_actors, "none", most_keys=100, installed=HAS_PYKKA),
