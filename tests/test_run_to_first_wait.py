@@ -147,8 +147,8 @@ class TestTurns:
         async with trio.open_nursery() as nursery:
             for _ in range(6):
                 nursery.start_soon(partial(executor.dispatch, ListSource(range(256)), key=itself, handler=handler))
-        # One more than its share, for each of the 96 runners: an item is never cut.
-        assert max(handled_in.count(each) for each in set(handled_in)) <= 10 + 96
+        # 96 runners, an item each at least; but no runner begins when they have held the loop for 4 ms.
+        assert max(handled_in.count(each) for each in set(handled_in)) in (40, 41)  # they add up floats
 
     async def test_k7_with_one_worker_fresh_mailboxes_go_on_while_others_wait_and_resume(self) -> None:
         gate = trio.Event()

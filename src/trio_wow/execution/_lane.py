@@ -26,6 +26,8 @@ Resume = Callable[[Mailbox[Any], Callable[[Any], object], Any], object]
 # How long the runners of an executor hold the event loop together before they let other tasks run.
 HOLD_ITEMS = 256
 HOLD_SECONDS = 0.001
+# And how long all of them may, in one pass of the event loop, when there are so many that an item each takes longer.
+PASS_SECONDS = 0.004
 
 
 @disable_ki_protection
@@ -138,7 +140,7 @@ class Lane:
         """Start runners, in the context in which `dispatch` was called."""
         dispatch = self._dispatch
         run = self._run_direct if dispatch.pin == "direct" else self._run
-        start_soon = partial(dispatch.nursery.start_soon, run, name=self._runner_name)
+        start_soon = partial(dispatch.nursery.start_soon, run, self._workers.passes + 1, name=self._runner_name)
         for _ in range(count):
             self._runners += 1
             self.worker.runners += 1
@@ -187,8 +189,21 @@ class Lane:
         runners = self._workers.runners or 1
         return max(1, HOLD_ITEMS // runners), self._dispatch.perf_counter() + HOLD_SECONDS / runners
 
+    async def _pause(self) -> None:
+        """Let other tasks run until the runners of a pass have not yet held the event loop for long."""
+        workers, dispatch = self._workers, self._dispatch
+        try:
+            while True:
+                due = workers.passes + 1
+                await trio.lowlevel.checkpoint()
+                if workers.held(due, dispatch.perf_counter()) < PASS_SECONDS:
+                    return
+        except trio.Cancelled:
+            dispatch.halt()
+            raise
+
     @enable_ki_protection
-    async def _run(self) -> None:
+    async def _run(self, due: int) -> None:
         dispatch, worker, queue = self._dispatch, self.worker, self.queue
         handler, is_async, enter = dispatch.handler, dispatch.handler_is_async, dispatch.enter
         mailboxes, base, throughput = dispatch.mailboxes, dispatch.context, dispatch.throughput
@@ -199,8 +214,10 @@ class Lane:
         owner = False  # whether this task has become a mailbox's own
         mailbox: Mailbox[Any] | None = None
         turn = passed = 0
-        limit, deadline = self._hold()
         try:
+            if self._workers.held(due, perf_counter()) >= PASS_SECONDS:
+                await self._pause()
+            limit, deadline = self._hold()
             while True:
                 if mailbox is None:
                     if not queue or worker.taken:
@@ -226,6 +243,8 @@ class Lane:
                     except BaseException as error:
                         raised = error
                         waits = _is_suspended(work)
+                        if not waits and work is not None:
+                            work.close()  # a signal may strike before its first step
                     if waits:
                         if not owner:
                             owner = True
@@ -288,11 +307,7 @@ class Lane:
                         pause = True
                 if pause and (mailbox is not None or queue):
                     dispatch.active = None
-                    try:
-                        await trio.lowlevel.checkpoint()
-                    except trio.Cancelled:
-                        dispatch.halt()
-                        raise
+                    await self._pause()
                     limit, deadline = self._hold()
                     passed = 0
                     if mailbox is not None:
@@ -307,7 +322,7 @@ class Lane:
             self._leave(mailbox, owner=owner)
 
     @enable_ki_protection
-    async def _run_direct(self) -> None:
+    async def _run_direct(self, _due: int) -> None:
         """Give one mailbox a turn of its handlers in threads, in which it holds the worker."""
         dispatch, worker, threads = self._dispatch, self.worker, self._dispatch.threads
         if not self.queue or worker.taken:
@@ -332,8 +347,13 @@ class Lane:
                     raised = error
                 mailbox.running = False
                 abandoned = call.abandoned
-                dispatch.settle(mailbox, item, raised, None)
+                cancelled = dispatch.settle(mailbox, item, raised, None)
                 raised = None
+                if cancelled is not None:
+                    try:
+                        raise cancelled
+                    finally:
+                        del cancelled  # it refers to this frame
                 if not mailbox:  # a failure has discarded the rest
                     break
         finally:

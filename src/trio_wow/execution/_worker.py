@@ -129,15 +129,30 @@ class Workers:
     Attributes:
         runners: tasks scheduled on the loop to serve lanes, over all workers.
         unqueued: how many workers have no mailbox queued.
+        passes: counts passes of the event loop in which runners ran.
     """
 
-    __slots__ = ("_next", "all", "runners", "unqueued")
+    __slots__ = ("_next", "_pass_began", "all", "passes", "runners", "unqueued")
 
     def __init__(self, name: str, count: int) -> None:
         self.all = tuple(Worker(name, index) for index in range(count))
         self.runners = 0
         self.unqueued = count
+        self.passes = 0
+        self._pass_began = 0.0
         self._next = 0
+
+    def held(self, due: int, now: float) -> float:
+        """Return for how long runners have held the event loop in its present pass, when one of them begins.
+
+        Args:
+            due: what `passes` was, plus one, when that runner was scheduled: Trio runs it in the next pass.
+            now: from the clock that measures it.
+        """
+        if due > self.passes:
+            self.passes = due
+            self._pass_began = now
+        return now - self._pass_began
 
     def choose(self) -> Worker:
         """Choose a fresh mailbox's worker: see row K5 of the design's table."""
