@@ -69,7 +69,7 @@ def _rest(
                 step, value = work.throw, error
             else:
                 step = work.send
-                if worker.taken:
+                if worker.holder is not None:
                     yield from worker.wait_free()
         try:
             trap = resume(mailbox, step, value)
