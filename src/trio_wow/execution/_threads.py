@@ -181,7 +181,7 @@ class Threads:
     async def call_blocking(self, mailbox: Mailbox[Any], item: object) -> None:
         """Call the function in a thread that counts against Trio's default thread limiter.
 
-        Cancellation: while it waits for the limiter, at once.
+        Cancellation: until the thread starts, at once.
         """
         limiter = trio.to_thread.current_default_thread_limiter()
         borrower = object()
@@ -189,6 +189,8 @@ class Threads:
         await limiter.acquire_on_behalf_of(borrower)
         call = self.prepare(mailbox, item, release)
         try:
+            # The limiter does not look once it has given a token, and a call in a thread is shielded from its start.
+            await trio.lowlevel.checkpoint_if_cancelled()
             await call.run()
         finally:
             if not call.abandoned:
