@@ -62,8 +62,8 @@ class ChannelSource(BatchSource[T]):
         try:
             while len(batch) < limit:
                 batch.append(self._channel.receive_nowait())
-        except (trio.WouldBlock, trio.EndOfChannel):
-            pass
+        except (trio.WouldBlock, trio.EndOfChannel, trio.ClosedResourceError):
+            pass  # the next call tells; what is in the batch has left the channel
         return batch
 
 
