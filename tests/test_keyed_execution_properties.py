@@ -438,3 +438,83 @@ def test_whatever_happens_each_item_ends_in_one_state_and_nothing_is_left(
             job.check()
 
     trio.run(main, clock=MockClock(autojump_threshold=0))
+
+
+def number(item: Any) -> Any:
+    return item
+
+
+async def test_k7_a_mailbox_that_resumes_just_after_a_thread_has_ended_goes_on(autojump_clock: object) -> None:
+    """While those are let go that the thread kept waiting. Which comes first is chance; 19 to 1 makes it sure."""
+    executor = KeyedExecutor(workers=1)
+    started, go_on = threading.Event(), threading.Event()
+    early, late = trio.Event(), trio.Event()
+    handled: list[int] = []
+
+    async def waiting(n: int) -> None:
+        await (early if n == 0 else late).wait()
+        handled.append(n)
+
+    @direct
+    def in_thread(n: int) -> None:
+        started.set()
+        go_on.wait()
+        raise Fail(n)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(partial(executor.dispatch, ListSource(range(20)), key=number, handler=waiting))
+        await wait_all_tasks_blocked()
+        nursery.start_soon(
+            partial(executor.dispatch, ListSource([0]), key=number, handler=in_thread, on_error=lambda *_: late.set())
+        )
+        await trio.to_thread.run_sync(started.wait)
+        early.set()
+        await wait_all_tasks_blocked()
+        go_on.set()
+        await until(lambda: len(handled) == 20)
+    check_nothing_left(executor)
+
+
+@pytest.mark.parametrize("passes", range(9))
+@pytest.mark.parametrize("mark", [direct, blocking])
+async def test_a_forced_stop_at_any_moment_waits_for_no_thread(mark: Callable[[Any], Any], passes: int) -> None:
+    executor = KeyedExecutor(workers=1)
+    go_on = threading.Event()
+    over = trio.Event()
+
+    @mark
+    def in_thread(_: int) -> None:
+        go_on.wait()
+
+    async def run() -> None:
+        with pytest.raises(ExecutorClosedError):
+            await executor.dispatch(ListSource(range(3)), key=number, handler=in_thread)
+        over.set()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(run)
+        for _ in range(passes):
+            await trio.lowlevel.checkpoint()
+        executor.force_stop()
+        with trio.move_on_after(2):
+            await over.wait()
+        waited = not over.is_set()
+        go_on.set()
+    assert not waited
+    await finish(executor)
+
+
+async def test_what_has_left_a_channel_is_not_lost_when_the_channel_is_closed_at_that_moment() -> None:
+    send, receive = trio.open_memory_channel[int](3)
+    seen: list[int] = []
+
+    async def run() -> None:
+        with pytest.raises(trio.ClosedResourceError):
+            await KeyedExecutor().dispatch(receive, key=number, handler=seen.append, on_discard=seen.append)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(run)
+        await wait_all_tasks_blocked()
+        send.send_nowait(1)
+        receive.close()
+    assert seen == [1]
