@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import trio
+from trio.lowlevel import enable_ki_protection
 
 from trio_wow.errors import ExecutorClosedError
 from trio_wow.execution._dispatch import Dispatch
@@ -107,6 +108,7 @@ class KeyedExecutor:
             closed=self._closed,
         )
 
+    @enable_ki_protection
     async def dispatch(
         self,
         source: trio.MemoryReceiveChannel[T] | AsyncIterable[T] | BatchSource[T],
