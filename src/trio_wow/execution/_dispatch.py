@@ -309,6 +309,7 @@ class Dispatch(Generic[T]):
             except BaseException as error:
                 self._fail(error)
 
+    @enable_ki_protection
     async def _call_blocking(self, item: T) -> None:
         # A runner enters each handler, and says first whose it is.
         await self.threads.call_blocking(cast("Mailbox[T]", self.active), item)
