@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Hashable, Sequence
 from contextvars import copy_context
+from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
 import trio
@@ -9,7 +10,7 @@ from trio.lowlevel import enable_ki_protection
 
 from trio_wow.errors import CancelScopeLeakError, ExecutorClosedError
 from trio_wow.execution._errors import split_cancelled
-from trio_wow.execution._lane import Lane
+from trio_wow.execution._lane import Lane, unprotected
 from trio_wow.execution._lane import enter as enter_plainly
 from trio_wow.execution._lane import resume as resume_plainly
 from trio_wow.execution._mailbox import Mailbox
@@ -73,6 +74,8 @@ class Dispatch(Generic[T]):
         if self.pin == "blocking":
             self.handler = self._call_blocking
             self.handler_is_async = True
+        elif not self.handler_is_async:
+            self.handler = partial(unprotected, handler)
         self.enter, self.resume = enter_plainly, resume_plainly
         self._on_error = on_error
         self._on_discard = on_discard

@@ -18,69 +18,72 @@ from trio_wow.execution._worker import Worker, Workers
 if TYPE_CHECKING:
     from trio_wow.execution._dispatch import Dispatch
 
-__all__ = ["Lane", "enter", "resume"]
+__all__ = ["Lane", "enter", "resume", "unprotected"]
 
 # How long the runners of an executor hold the event loop together before they let other tasks run.
 HOLD_ITEMS = 256
 HOLD_SECONDS = 0.001
 
 
-@disable_ki_protection
 def enter(_mailbox: Mailbox[Any], context: Context, function: Callable[[Any], object], argument: object) -> object:
-    """Enter user code from the protected bookkeeping: here a `KeyboardInterrupt` may strike again."""
+    """Enter user code, in a context of its own."""
     return context.run(function, argument)
 
 
-@disable_ki_protection
 def resume(_mailbox: Mailbox[Any], step: Callable[[Any], object], value: object) -> object:
-    """Enter user code whose context the task has already; see `enter`."""
+    """Enter user code whose context the task has already."""
     return step(value)
 
 
-def _is_suspended(work: object) -> bool:
-    return bool(getattr(work, "cr_suspended", False))
+@disable_ki_protection
+def unprotected(function: Callable[[Any], object], item: object) -> object:
+    """Call a plain handler from the protected bookkeeping: in it a `KeyboardInterrupt` may strike again."""
+    return function(item)
+
+
+@disable_ki_protection
+@coroutine
+def _unprotected(work: Any) -> Generator[Any, Any, None]:
+    """Await a handler's coroutine; see `unprotected`.
+
+    A generator, because Python looks for signals when functions are called and have returned, and not when control
+    passes through a `yield from`. An interrupt strikes before the handler starts or in the handler's own code. It never
+    takes away what a handler asks of the event loop, or is given by it, such as a lock.
+    """
+    yield from work
 
 
 @coroutine
 def _rest(
-    work: Any,
+    work: Generator[Any, Any, None],
     trap: object,
-    interrupt: BaseException | None,
     mailbox: Mailbox[Any],
     worker: Worker,
     resume: Callable[[Mailbox[Any], Callable[[Any], object], Any], object],
 ) -> Generator[Any, Any, None]:
-    """Await the rest of a coroutine, taking the worker again each time it resumes.
+    """Await the rest of a handler, taking the worker again each time it resumes.
 
     Args:
-        work: the coroutine, which has stopped at its first wait.
+        work: the handler, which has stopped at its first wait.
         trap: what it asked of the event loop there.
-        interrupt: or a `KeyboardInterrupt` that struck after the coroutine had stopped and before it was seen here.
         mailbox: whose item it is.
         worker: whom to take again.
-        resume: steps the coroutine.
+        resume: steps the handler.
     """
-    step, value = work.throw, interrupt
     while True:
-        if interrupt is None:
-            try:
-                value = yield trap
-            except BaseException as error:  # such as Trio's complaint about an awaitable that is not its own
-                step, value = work.throw, error
-            else:
-                step = work.send
-                if worker.holder is not None:
-                    yield from worker.wait_free()
+        step: Callable[[Any], object] = work.send
+        value: Any
+        try:
+            value = yield trap
+        except BaseException as error:  # such as Trio's complaint about an awaitable that is not its own
+            step, value = work.throw, error
+        else:
+            if worker.holder is not None:
+                yield from worker.wait_free()
         try:
             trap = resume(mailbox, step, value)
-            interrupt = None
         except StopIteration:
             return
-        except BaseException as error:
-            if not _is_suspended(work):
-                raise
-            step, value = work.throw, error
-            interrupt = error
 
 
 class Lane:
@@ -213,16 +216,19 @@ class Lane:
                 if is_async:
                     waits = False
                     work: Any = None
+                    handling: Any = None
                     trap: object = None
                     try:
                         work = handler(item)
-                        trap = enter(mailbox, context, work.send, None)
+                        handling = _unprotected(work)
+                        trap = enter(mailbox, context, handling.send, None)
                         waits = True
                     except StopIteration:
                         self._ramp = 1
                     except BaseException as error:
                         raised = error
-                        waits = _is_suspended(work)
+                        if work is not None:
+                            work.close()  # if an interrupt has struck before it started
                     if waits:
                         if not owner:
                             owner = True
@@ -231,8 +237,7 @@ class Lane:
                             self._follow()
                         mailbox.running = True
                         try:
-                            await _rest(work, trap, raised, mailbox, worker, dispatch.resume)
-                            raised = None
+                            await _rest(handling, trap, mailbox, worker, dispatch.resume)
                         except BaseException as error:
                             raised = error
                         mailbox.running = False
