@@ -65,6 +65,7 @@ class Job:
         self.lot = max(1, window // 16)
         self.scope = trio.CancelScope()
         self.gate = trio.Event()
+        self.lock = trio.Lock()
         self.sent: list[Item] = []
         self.states: dict[Item, list[str]] = {}
         self.started: dict[int, list[Item]] = defaultdict(list)
@@ -241,6 +242,9 @@ class Job:
                 await trio.lowlevel.checkpoint()
             case "sleep":
                 await trio.sleep(0.1)
+            case "lock":
+                async with self.lock:
+                    await trio.lowlevel.checkpoint()
             case "gate":
                 await self.gate.wait()
             case "thread":
@@ -518,3 +522,113 @@ async def test_what_has_left_a_channel_is_not_lost_when_the_channel_is_closed_at
         send.send_nowait(1)
         receive.close()
     assert seen == [1]
+
+
+class Moment(trio.abc.Instrument):
+    """Acts once, at the n-th of the moments that it is told of."""
+
+    def __init__(self, n: int, act: Callable[[], object]) -> None:
+        self.n, self.act = n, act
+        self.came = False
+
+    def now(self) -> None:
+        self.n -= 1
+        if self.n < 0 and not self.came:
+            self.came = True
+            self.act()
+
+    def before_task_step(self, task: trio.lowlevel.Task) -> None:
+        self.now()
+
+
+def at_each_moment(run: Callable[[int], Moment], *, least: int) -> None:
+    """Run something once for each of its moments, until there are no more."""
+    for n in count():
+        if not run(n).came:
+            assert n >= least
+            return
+
+
+EXECUTION = str(Path(trio_wow.execution.__file__).parent)
+
+
+@contextmanager
+def each_line(act: Callable[[], object]) -> Iterator[None]:
+    """Act at each line of the executor where an interrupt strikes at once; elsewhere it waits for a task's step."""
+
+    def trace(frame: Any, event: str, _: object) -> Any:
+        if not frame.f_code.co_filename.startswith(EXECUTION):
+            return None
+        if event == "line" and not trio.lowlevel.currently_ki_protected():
+            act()
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+MIXED = [
+    (0, ()),
+    (0, ("checkpoint",)),
+    (1, ("lock", "checkpoint")),
+    (2, ("lock",)),
+    (1, ("fail",)),
+    (0, ("checkpoint", "fail")),
+    (1, ()),
+]
+
+
+@pytest.mark.parametrize("where", ["in user code", "at steps of tasks", "at lines of the executor"])
+@pytest.mark.parametrize("style", ["async", "plain", "direct", "blocking"])
+@pytest.mark.parametrize("in_main", [True, False])
+def test_a_keyboard_interrupt_at_each_moment_loses_no_item(where: str, style: str, in_main: bool) -> None:
+    def run(n: int) -> Moment:
+        moment = Moment(n, partial(signal.raise_signal, signal.SIGINT))
+        executor = KeyedExecutor(workers=1, max_in_flight=5, throughput=2)
+        point = moment.now if where == "in user code" else lambda: None
+        job = Job(executor, window=5, style=style, point=point)
+        job.send(*MIXED)
+        job.close()
+        borrowed = 0
+
+        async def main() -> None:
+            nonlocal borrowed
+            limiter = trio.to_thread.current_default_thread_limiter()
+            if where == "at steps of tasks":
+                trio.lowlevel.add_instrument(moment)
+            try:
+                if in_main:
+                    await job.run()
+                else:
+                    async with trio.open_nursery() as nursery:
+                        nursery.start_soon(job.run)
+            finally:
+                borrowed = limiter.borrowed_tokens
+                assert not [name for name in task_names() if name.startswith(("mailbox", "runner of"))]
+
+        raised = None
+        try:
+            if where.endswith("executor"):
+                with each_line(moment.now):
+                    trio.run(main)
+            else:
+                trio.run(main)
+        except BaseException as error:
+            raised = error
+        assert moment.came == any(isinstance(leaf, KeyboardInterrupt) for leaf in leaves(raised)), raised
+        assert all(isinstance(leaf, KeyboardInterrupt) for leaf in leaves(raised)), raised
+        check_nothing_left(executor)
+        assert borrowed == 0
+        assert not job.lock.locked()
+        assert job.lock.statistics().tasks_waiting == 0
+        # One that strikes on the way into a handler is that item's failure.
+        job.check(unseen=where.endswith("executor"))
+        return moment
+
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    at_each_moment(run, least=5)
+    gc.collect()  # a coroutine that was never awaited would complain here
