@@ -11,14 +11,13 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Coroutine, Generator, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from contextvars import ContextVar, copy_context
 from functools import partial
 from textwrap import dedent
 from time import sleep as sleep_of_before
-from types import FrameType, coroutine
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -27,7 +26,7 @@ import trio.lowlevel
 
 from trio_wow.errors import BlockingCallError, BlockingCallWarning, CancelScopeLeakError, WowError
 from trio_wow.execution._blocking import BlockingCallGuard
-from trio_wow.execution._lane import enter as plain_enter
+from trio_wow.execution._lane import run_plain as plainly
 from trio_wow.execution._mailbox import Mailbox
 
 BEFORE = {owner: dict(vars(owner)) for owner in (socket.socket, ssl.SSLSocket)}
@@ -66,7 +65,7 @@ def lenient() -> Iterator[BlockingCallGuard]:
 
 def step(guard: BlockingCallGuard, function: Callable[[], Any]) -> Any:
     """Call a function as a step of the handler `pay` for the key 7."""
-    return guard.resume(BOX, lambda _: function(), None)
+    return guard.run_plain(lambda _: function(), None, BOX)
 
 
 def refused_here(function: Callable[[], Any]) -> str:
@@ -163,7 +162,7 @@ class TestErrors:
         box: Mailbox[Any] = Mailbox()
         box.key = Unprintable()
         with pytest.warns(BlockingCallWarning, match="key <.*Unprintable object at") as caught:
-            lenient.resume(box, time.sleep, 0)
+            lenient.run_plain(time.sleep, 0, box)
         (warning,) = caught  # what a report does itself is not the handler's
         assert isinstance(warning.message, BlockingCallWarning)
         assert warning.message.key is box.key
@@ -233,20 +232,11 @@ class TestWhere:
             assert step(strict, lambda: other.submit(calls).result()) == b"abc"
 
     def test_a_step_returns_and_raises_as_the_function_does(self, strict: BlockingCallGuard) -> None:
-        variable = ContextVar("variable", default=0)
-        context = copy_context()
-
-        def function(n: int) -> int:
-            variable.set(variable.get() + n)
-            return variable.get()
-
-        assert [strict.enter(BOX, context, function, n) for n in (2, 3)] == [2, 5]
-        assert strict.resume(BOX, function, 4) == variable.get() == 4
+        assert strict.run_plain(str, 4, BOX) == "4"
         for error in (ValueError(), StopIteration(), KeyboardInterrupt()):
-            for raising in (partial(strict.enter, BOX, context, fail), partial(strict.resume, BOX, fail)):
-                with pytest.raises(type(error)):
-                    raising(error)
-                nap()
+            with pytest.raises(type(error)):
+                strict.run_plain(fail, error, BOX)
+            nap()
 
     def test_the_guard_stays_on_after_a_call_was_refused(self, strict: BlockingCallGuard) -> None:
         assert step(strict, lambda: [refused_here(nap) for _ in range(2)]) == ["time.sleep", "time.sleep"]
@@ -293,7 +283,7 @@ class TestWhere:
 
             late, mailbox = Late(), Mailbox()
             with BlockingCallGuard("raise", "pay") as guard:
-                status = guard.resume(mailbox, handler, None)
+                status = guard.run_plain(handler, None, mailbox)
             guard.__enter__()
             sys.exit(status)
         """
@@ -370,12 +360,17 @@ class TestWrappers:
 
 class TestKeyboardInterrupt:
     def test_it_never_leaves_the_guard_on(self, strict: BlockingCallGuard) -> None:
-        files = {function.__code__.co_filename for function in (BlockingCallGuard.enter, plain_enter)}
+        files = {function.__code__.co_filename for function in (BlockingCallGuard.run_plain, plainly)}
         protected: list[bool] = []
         left = 0
 
         def handler(_: object) -> None:
             protected.append(trio.lowlevel.currently_ki_protected())
+
+        async def async_handler() -> None:
+            handler(None)
+            await trio.lowlevel.checkpoint()
+            handler(None)
 
         def trace(frame: FrameType, event: str, argument: Any) -> Any:
             nonlocal left
@@ -390,12 +385,14 @@ class TestKeyboardInterrupt:
 
         async def main() -> None:
             sys._getframe().f_trace_opcodes = True  # or Python 3.12 has none for the first frame
+            work = async_handler()
             sys.settrace(trace)
             try:
-                strict.resume(BOX, handler, None)
-                strict.enter(BOX, copy_context(), handler, None)
+                strict.run_plain(handler, None, BOX)
+                await strict.run_async(work, BOX)
             finally:
                 sys.settrace(None)
+                work.close()
                 nap()
 
         points = 0
@@ -405,23 +402,7 @@ class TestKeyboardInterrupt:
             with suppress(KeyboardInterrupt):
                 trio.run(main)
         assert set(protected) == {False}
-        assert 0 < len(protected) < 2 * points  # some interrupts came before the handler's code, most could not
-
-
-@coroutine
-def handled(guard: BlockingCallGuard, work: Coroutine[Any, Any, None]) -> Generator[Any, Any, None]:
-    """Await a handler of an item, as an executor does."""
-    advance: Callable[[Any], object] = work.send
-    value: Any = None
-    while True:
-        try:
-            trap = guard.resume(BOX, advance, value)
-        except StopIteration:
-            return
-        try:
-            advance, value = work.send, (yield trap)
-        except BaseException as error:
-            advance, value = work.throw, error
+        assert 0 < len(protected) < 3 * points  # some interrupts came before the handler's code, most could not
 
 
 async def use_threads() -> None:
@@ -451,7 +432,7 @@ class TestTrio:
     async def test_what_trio_itself_does_is_never_refused(
         self, use: Callable[[], Coroutine[Any, Any, None]], strict: BlockingCallGuard
     ) -> None:
-        await handled(strict, use())
+        await strict.run_async(use(), BOX)
 
     async def test_a_handler_is_guarded_after_it_has_waited_too(self, strict: BlockingCallGuard) -> None:
         async def handler() -> None:
@@ -462,7 +443,7 @@ class TestTrio:
                 await trio.sleep_forever()
             assert refused_here(nap) == "time.sleep"
 
-        await handled(strict, handler())
+        await strict.run_async(handler(), BOX)
 
     async def test_the_rest_of_the_loop_is_not_guarded_while_a_handler_waits(self, strict: BlockingCallGuard) -> None:
         async def handler() -> None:
@@ -473,4 +454,4 @@ class TestTrio:
             await trio.lowlevel.checkpoint()
             nap()
 
-        await handled(strict, handler())
+        await strict.run_async(handler(), BOX)

@@ -6,18 +6,17 @@ import ssl
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from contextvars import Context
 from functools import cache, wraps
 from threading import RLock, get_ident
-from types import ModuleType
+from types import ModuleType, coroutine
 from typing import Any, Literal
 
 from trio.lowlevel import enable_ki_protection
 
 from trio_wow.errors import BlockingCallError, BlockingCallWarning
-from trio_wow.execution._lane import enter, resume
+from trio_wow.execution._lane import run_async, run_plain
 from trio_wow.execution._mailbox import Mailbox
 
 __all__ = ["BlockingCallGuard"]
@@ -36,7 +35,7 @@ if hasattr(os, "register_at_fork"):
 class BlockingCallGuard:
     """Refuses or reports the blocking calls that one dispatch's handler makes while it holds the event loop.
 
-    A context manager, to be entered in the thread of the event loop. Its `enter` and `resume` step the handler.
+    A context manager, to be entered in the thread of the event loop. Its `run_plain` and `run_async` run the handler.
 
     Seen in such a step, each once however many layers it passes through, and also if a finalizer or a signal handler
     makes it there:
@@ -97,24 +96,33 @@ class BlockingCallGuard:
                 _unwrap()
 
     @enable_ki_protection
-    def enter(
-        self, mailbox: Mailbox[Any], context: Context, function: Callable[[Any], object], argument: object
-    ) -> object:
-        """Call `context.run(function, argument)` as a step for a mailbox's item. Returns and raises what it does."""
+    def run_plain(self, function: Callable[[Any], object], item: object, mailbox: Mailbox[Any]) -> object:
+        """Call `function(item)` as the handler of a mailbox's item. Returns and raises what it does."""
         self._mailbox = mailbox
         try:
-            return enter(mailbox, context, function, argument)
+            return run_plain(function, item, mailbox)
         finally:
             self._mailbox = None
 
     @enable_ki_protection
-    def resume(self, mailbox: Mailbox[Any], step: Callable[[Any], object], value: object) -> object:
-        """Call `step(value)` in the current context, and else as `enter` does."""
-        self._mailbox = mailbox
-        try:
-            return resume(mailbox, step, value)
-        finally:
-            self._mailbox = None
+    @coroutine
+    def run_async(self, work: Any, mailbox: Mailbox[Any]) -> Generator[Any, Any, None]:
+        """Await a coroutine as the handler of a mailbox's item. Raises what it does."""
+        handling = run_async(work, mailbox)
+        step: Callable[[Any], object] = handling.send
+        value: Any = None
+        while True:
+            self._mailbox = mailbox
+            try:
+                trap = step(value)
+            except StopIteration:
+                return
+            finally:
+                self._mailbox = None
+            try:
+                step, value = handling.send, (yield trap)
+            except BaseException as error:
+                step, value = handling.throw, error
 
 
 def _guard_here() -> BlockingCallGuard | None:

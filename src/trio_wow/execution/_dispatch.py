@@ -11,7 +11,7 @@ from trio.lowlevel import enable_ki_protection
 from trio_wow.errors import CancelScopeLeakError, ExecutorClosedError
 from trio_wow.execution._blocking import BlockingCallGuard
 from trio_wow.execution._errors import split_cancelled
-from trio_wow.execution._lane import Enter, Lane, Resume, enter, resume
+from trio_wow.execution._lane import Lane, RunAsync, RunPlain, run_async, run_plain
 from trio_wow.execution._mailbox import Mailbox
 from trio_wow.execution._plain import is_async
 from trio_wow.execution._source import BatchSource, DemandSource, IterableSource
@@ -75,8 +75,8 @@ class Dispatch(Generic[T]):
             self.handler = self._call_blocking
             self.handler_is_async = True
         self._guard = None if blocking_calls == "allow" else BlockingCallGuard(blocking_calls, self.handler_name)
-        self.enter: Enter = enter if self._guard is None else self._guard.enter
-        self.resume: Resume = resume if self._guard is None else self._guard.resume
+        self.run_plain: RunPlain = run_plain if self._guard is None else self._guard.run_plain
+        self.run_async: RunAsync = run_async if self._guard is None else self._guard.run_async
         self._on_error = on_error
         self._on_discard = on_discard
         self.context = copy_context()
@@ -312,6 +312,7 @@ class Dispatch(Generic[T]):
             except BaseException as error:
                 self._fail(error)
 
+    @enable_ki_protection
     async def _call_blocking(self, item: T) -> None:
         # A runner enters each handler, and says first whose it is.
         await self.threads.call_blocking(cast("Mailbox[T]", self.active), item)

@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 import trio
+from trio.lowlevel import enable_ki_protection
 
 from trio_wow.errors import ExecutorClosedError
 from trio_wow.execution._cpus import usable_cpus
@@ -114,6 +115,7 @@ class KeyedExecutor:
             closed=self._closed,
         )
 
+    @enable_ki_protection
     async def dispatch(
         self,
         source: trio.MemoryReceiveChannel[T] | AsyncIterable[T] | BatchSource[T],

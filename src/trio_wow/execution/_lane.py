@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Callable, Generator
-from contextvars import Context
 from functools import partial
 from inspect import isawaitable
 from types import coroutine
@@ -18,10 +17,10 @@ from trio_wow.execution._worker import Worker, Workers
 if TYPE_CHECKING:
     from trio_wow.execution._dispatch import Dispatch
 
-__all__ = ["Enter", "Lane", "Resume", "enter", "resume"]
+__all__ = ["Lane", "RunAsync", "RunPlain", "run_async", "run_plain"]
 
-Enter = Callable[[Mailbox[Any], Context, Callable[[Any], object], object], object]
-Resume = Callable[[Mailbox[Any], Callable[[Any], object], Any], object]
+RunPlain = Callable[[Callable[[Any], object], Any, Mailbox[Any]], object]
+RunAsync = Callable[[Any, Mailbox[Any]], Generator[Any, Any, None]]
 
 # How long the runners of an executor hold the event loop together before they let other tasks run.
 HOLD_ITEMS = 256
@@ -31,61 +30,46 @@ PASS_SECONDS = 0.004
 
 
 @disable_ki_protection
-def enter(_mailbox: Mailbox[Any], context: Context, function: Callable[[Any], object], argument: object) -> object:
-    """Enter user code from the protected bookkeeping: here a `KeyboardInterrupt` may strike again."""
-    return context.run(function, argument)
+def run_plain(function: Callable[[Any], object], item: object, _mailbox: Mailbox[Any]) -> object:
+    """Call a plain handler from the protected bookkeeping: in it a `KeyboardInterrupt` may strike again."""
+    return function(item)
 
 
 @disable_ki_protection
-def resume(_mailbox: Mailbox[Any], step: Callable[[Any], object], value: object) -> object:
-    """Enter user code whose context the task has already; see `enter`."""
-    return step(value)
+@coroutine
+def run_async(work: Any, _mailbox: Mailbox[Any]) -> Generator[Any, Any, None]:
+    """Await a handler's coroutine; see `run_plain`.
 
-
-def _is_suspended(work: object) -> bool:
-    return bool(getattr(work, "cr_suspended", False))
+    A generator, because Python looks for signals when functions are called and have returned, and not when control
+    passes through a `yield from`. So an interrupt strikes before the handler starts or in the handler's own code. It
+    never takes away what a handler asks of the event loop, or is given by it, such as a lock.
+    """
+    yield from work
 
 
 @coroutine
-def _rest(
-    work: Any,
-    trap: object,
-    interrupt: BaseException | None,
-    mailbox: Mailbox[Any],
-    worker: Worker,
-    resume: Resume,
-) -> Generator[Any, Any, None]:
-    """Await the rest of a coroutine, taking the worker again each time it resumes.
+def _rest(handling: Generator[Any, Any, None], trap: object, worker: Worker | None) -> Generator[Any, Any, None]:
+    """Await the rest of a handler.
 
     Args:
-        work: the coroutine, which has stopped at its first wait.
+        handling: its steps; it has stopped at its first wait.
         trap: what it asked of the event loop there.
-        interrupt: or a `KeyboardInterrupt` that struck after the coroutine had stopped and before it was seen here.
-        mailbox: whose item it is.
-        worker: whom to take again.
-        resume: steps the coroutine.
+        worker: whom to take again before each further step, if any.
     """
-    step, value = work.throw, interrupt
     while True:
-        if interrupt is None:
-            try:
-                value = yield trap
-            except BaseException as error:  # such as Trio's complaint about an awaitable that is not its own
-                step, value = work.throw, error
-            else:
-                step = work.send
-                if worker.holder is not None:
-                    yield from worker.wait_free()
+        step: Callable[[Any], object] = handling.send
+        value: Any
         try:
-            trap = resume(mailbox, step, value)
-            interrupt = None
+            value = yield trap
+        except BaseException as error:  # such as Trio's complaint about an awaitable that is not its own
+            step, value = handling.throw, error
+        else:
+            if worker is not None and worker.holder is not None:
+                yield from worker.wait_free()
+        try:
+            trap = step(value)
         except StopIteration:
             return
-        except BaseException as error:
-            if not _is_suspended(work):
-                raise
-            step, value = work.throw, error
-            interrupt = error
 
 
 class Lane:
@@ -205,9 +189,12 @@ class Lane:
     @enable_ki_protection
     async def _run(self, due: int) -> None:
         dispatch, worker, queue = self._dispatch, self.worker, self.queue
-        handler, is_async, enter = dispatch.handler, dispatch.handler_is_async, dispatch.enter
+        handler, is_async = dispatch.handler, dispatch.handler_is_async
+        run_plain, run_async = dispatch.run_plain, dispatch.run_async
         mailboxes, base, throughput = dispatch.mailboxes, dispatch.context, dispatch.throughput
         perf_counter = dispatch.perf_counter
+        # A call of a `@blocking` handler has a token of a limiter that the thread which holds the worker may wait for.
+        taken_again = None if dispatch.pin == "blocking" else worker
         task = current_task()
         # Private to Trio, and the only way to see a scope that was left open without opening one for every item.
         status = task._cancel_status
@@ -233,18 +220,19 @@ class Lane:
                 if is_async:
                     waits = False
                     work: Any = None
+                    handling: Any = None
                     trap: object = None
                     try:
                         work = handler(item)
-                        trap = enter(mailbox, context, work.send, None)
+                        handling = run_async(work, mailbox)
+                        trap = context.run(handling.send, None)
                         waits = True
                     except StopIteration:
                         self._ramp = 1
                     except BaseException as error:
                         raised = error
-                        waits = _is_suspended(work)
-                        if not waits and work is not None:
-                            work.close()  # a signal may strike before its first step
+                        if work is not None:
+                            work.close()  # if an interrupt has struck before it started
                     if waits:
                         if not owner:
                             owner = True
@@ -253,19 +241,18 @@ class Lane:
                             self._follow()
                         mailbox.running = True
                         try:
-                            await _rest(work, trap, raised, mailbox, worker, dispatch.resume)
-                            raised = None
+                            await _rest(handling, trap, taken_again)
                         except BaseException as error:
                             raised = error
                         mailbox.running = False
                         dispatch.active = mailbox
                         turn = passed = 0
                         limit, deadline = self._hold()
-                        if worker.holder is not None:  # cancellation let the handler go on without it
+                        if worker.holder is not None:  # the handler went on without it: cancelled, or `@blocking`
                             limit = 0
                 else:
                     try:
-                        result = enter(mailbox, context, handler, item)
+                        result = context.run(run_plain, handler, item, mailbox)
                         if result is not None and isawaitable(result):
                             refuse_awaitable(result, dispatch.awaitable_returned)
                     except BaseException as error:
@@ -337,6 +324,11 @@ class Lane:
         abandoned = False
         try:
             for _ in range(min(dispatch.throughput, len(mailbox))):
+                try:
+                    await trio.lowlevel.checkpoint_if_cancelled()
+                except trio.Cancelled:
+                    dispatch.halt()
+                    raise
                 item = mailbox.popleft()
                 raised: BaseException | None = None
                 mailbox.running = True
