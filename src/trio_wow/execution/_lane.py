@@ -319,6 +319,11 @@ class Lane:
         abandoned = False
         try:
             for _ in range(min(dispatch.throughput, len(mailbox))):
+                try:
+                    await trio.lowlevel.checkpoint_if_cancelled()
+                except trio.Cancelled:
+                    dispatch.halt()
+                    raise
                 item = mailbox.popleft()
                 raised: BaseException | None = None
                 mailbox.running = True
