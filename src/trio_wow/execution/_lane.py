@@ -47,7 +47,7 @@ def _rest(
     trap: object,
     interrupt: BaseException | None,
     mailbox: Mailbox[Any],
-    worker: Worker,
+    worker: Worker | None,
     resume: Callable[[Mailbox[Any], Callable[[Any], object], Any], object],
 ) -> Generator[Any, Any, None]:
     """Await the rest of a coroutine, taking the worker again each time it resumes.
@@ -57,7 +57,7 @@ def _rest(
         trap: what it asked of the event loop there.
         interrupt: or a `KeyboardInterrupt` that struck after the coroutine had stopped and before it was seen here.
         mailbox: whose item it is.
-        worker: whom to take again.
+        worker: whom to take again, if any: code that runs in another thread than the event loop's needs none here.
         resume: steps the coroutine.
     """
     step, value = work.throw, interrupt
@@ -69,7 +69,7 @@ def _rest(
                 step, value = work.throw, error
             else:
                 step = work.send
-                if worker.taken:
+                if worker is not None and worker.taken:
                     yield from worker.wait_free()
         try:
             trap = resume(mailbox, step, value)
@@ -190,6 +190,8 @@ class Lane:
         handler, is_async, enter = dispatch.handler, dispatch.handler_is_async, dispatch.enter
         mailboxes, base, throughput = dispatch.mailboxes, dispatch.context, dispatch.throughput
         perf_counter = dispatch.perf_counter
+        # A call of a `@blocking` handler has a token of a limiter that the thread which holds the worker may wait for.
+        taken_again = None if dispatch.pin == "blocking" else worker
         task = current_task()
         # Private to Trio, and the only way to see a scope that was left open without opening one for every item.
         status = task._cancel_status
@@ -231,7 +233,7 @@ class Lane:
                             self._follow()
                         mailbox.running = True
                         try:
-                            await _rest(work, trap, raised, mailbox, worker, dispatch.resume)
+                            await _rest(work, trap, raised, mailbox, taken_again, dispatch.resume)
                             raised = None
                         except BaseException as error:
                             raised = error
@@ -239,7 +241,7 @@ class Lane:
                         dispatch.active = mailbox
                         turn = passed = 0
                         limit, deadline = self._hold()
-                        if worker.holder is not None:  # cancellation let the handler go on without it
+                        if worker.holder is not None:  # the handler went on without it: cancelled, or `@blocking`
                             limit = 0
                 else:
                     try:
