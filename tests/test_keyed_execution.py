@@ -162,7 +162,7 @@ class TestTurns:
             order.append(item)
 
         items = ["hot"] * 100 + [f"cold {n}" for n in range(5)]
-        executor = KeyedExecutor(throughput=throughput)
+        executor = KeyedExecutor(workers=1, throughput=throughput)
         await executor.dispatch(ListSource(items), key=itself, handler=handler)
 
         before_last_cold = order[: max(n for n, item in enumerate(order) if item != "hot")]
@@ -406,7 +406,7 @@ class TestErrors:
     async def test_several_errors_come_as_a_group_with_the_first_one_first(self) -> None:
         async def handler(n: int) -> None:
             try:
-                await trio.sleep(n)
+                await (wait_all_tasks_blocked() if n == 0 else trio.sleep_forever())
             finally:
                 raise ValueError(n)
 
