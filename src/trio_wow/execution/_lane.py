@@ -352,6 +352,6 @@ class Lane:
             else:
                 del dispatch.mailboxes[mailbox.key]
             if abandoned:
-                worker.abandoned = True
+                worker.abandon()
             else:
                 worker.release(mailbox)

@@ -98,6 +98,17 @@ class Worker:
             self.taken = False
             self.start_lane()
 
+    def abandon(self) -> None:
+        """Leave the worker to the thread that holds it, which nobody waits for any more.
+
+        Mailboxes that wait to resume go on without it: they have been cancelled too, and only a shield of their
+        handlers keeps them from knowing.
+        """
+        self.abandoned = True
+        for task in self._resuming:
+            trio.lowlevel.reschedule(task)
+        self._resuming.clear()
+
     def line_up(self, lane: _Lane) -> None:
         """Let a lane wait for the worker, behind those that wait already."""
         if not lane.waiting:
@@ -119,10 +130,12 @@ class Worker:
                 return
 
     async def wait_free(self) -> None:
-        """Wait, with a mailbox's task, until no thread holds the worker.
+        """Wait, with a mailbox's task, until no thread holds the worker, or it has been abandoned.
 
         Cancellation: returns at once. The task's next checkpoint raises, so that what it was woken for is not lost.
         """
+        if self.abandoned:
+            return
         task = trio.lowlevel.current_task()
         self._resuming[task] = None
 
