@@ -160,8 +160,14 @@ class ThreadCall:
             self._ended()
 
     def _report_late(self) -> None:
-        if self._error is not None:
-            logger.error("abandoned handler %s failed", self._threads.handler, exc_info=self._error)
+        # `Cancelled` is what `trio.from_thread.check_cancelled` raises in a handler that asks how it stands.
+        if self._error is not None and not isinstance(self._error, trio.Cancelled):
+            logger.error(
+                "abandoned handler %s failed for key %s",
+                self._threads.handler,
+                self._mailbox.label,
+                exc_info=self._error,
+            )
 
 
 class Threads:
