@@ -224,13 +224,15 @@ class Dispatch(Generic[T]):
     def return_demand(self) -> None:
         """Return whole lots of finished items to the source, and let the receiver look."""
         count = (self.finished - self.returned) // self.lot * self.lot
+        self.returned += count
+        self.mark = self.returned + self.lot
         if count and self._demand_source is not None and not self._halted:
+            active, self.active = self.active, None  # its item has finished
             try:
                 self._demand_source.add_demand(count)
             except BaseException as broken:
                 self._fail(broken)
-        self.returned += count
-        self.mark = self.returned + self.lot
+            self.active = active
         if self._parked is not None:
             trio.lowlevel.reschedule(self._parked)
             self._parked = None

@@ -132,9 +132,11 @@ class Lane:
             dispatch.context.run(start_soon)
 
     def _wake(self) -> None:
-        if self.worker.taken or self.worker.lanes:
-            self.worker.line_up(self)
+        worker = self.worker
+        if worker.taken or worker.starting is not None or worker.lanes:
+            worker.line_up(self)
         else:
+            worker.starting = self
             self.start_runners(1)
 
     def _take(self) -> Mailbox[Any]:
@@ -189,6 +191,8 @@ class Lane:
     @enable_ki_protection
     async def _run(self, due: int) -> None:
         dispatch, worker, queue = self._dispatch, self.worker, self.queue
+        if worker.starting is self:
+            worker.starting = None
         handler, is_async = dispatch.handler, dispatch.handler_is_async
         run_plain, run_async = dispatch.run_plain, dispatch.run_async
         mailboxes, base, throughput = dispatch.mailboxes, dispatch.context, dispatch.throughput
@@ -312,6 +316,8 @@ class Lane:
     async def _run_direct(self, _due: int) -> None:
         """Give one mailbox a turn of its handlers in threads, in which it holds the worker."""
         dispatch, worker, threads = self._dispatch, self.worker, self._dispatch.threads
+        if worker.starting is self:
+            worker.starting = None
         if not self.queue or worker.taken:
             self._leave(None, owner=False)
             return
@@ -354,6 +360,6 @@ class Lane:
             else:
                 del dispatch.mailboxes[mailbox.key]
             if abandoned:
-                worker.abandoned = True
+                worker.abandon()
             else:
                 worker.release(mailbox)

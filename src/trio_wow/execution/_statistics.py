@@ -100,11 +100,9 @@ def statistics_of_worker(worker: Worker) -> WorkerStatistics:
 def statistics_of_dispatch(dispatch: Dispatch[object]) -> DispatchStatistics:
     """Look at a dispatch, in time proportional to its active keys."""
     active = dispatch.active
-    backlogs = nlargest(
-        BACKLOGS,
-        (Backlog(box.key, len(box) + (box.running or box is active)) for box in dispatch.mailboxes.values()),
-        key=lambda backlog: backlog.unfinished,
-    )
+    unfinished = ((box.key, len(box) + (box.running or box is active)) for box in dispatch.mailboxes.values())
+    mailboxes = [Backlog(key, count) for key, count in unfinished if count]  # one that leaves now has none
+    backlogs = nlargest(BACKLOGS, mailboxes, key=lambda backlog: backlog.unfinished)
     in_flight = dispatch.accepted - dispatch.finished
     return DispatchStatistics(
         handler=dispatch.handler_name,
@@ -113,6 +111,6 @@ def statistics_of_dispatch(dispatch: Dispatch[object]) -> DispatchStatistics:
         demand_outstanding=max(0, dispatch.demand),
         overdraft=max(0, -dispatch.demand),
         stalled=bool(backlogs) and backlogs[0].unfinished > dispatch.max_in_flight - dispatch.lot,
-        mailboxes=len(dispatch.mailboxes),
+        mailboxes=len(mailboxes),
         backlogs=tuple(backlogs),
     )

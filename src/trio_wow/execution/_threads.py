@@ -4,8 +4,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from inspect import isawaitable
-from math import inf
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import trio
 
@@ -68,6 +67,21 @@ def pin_of(handler: Any) -> Pin | None:
     return pin
 
 
+class _Unlimited:
+    """A thread limiter that never waits, so that a thread starts in the very step in which it is called for.
+
+    A `trio.CapacityLimiter` is a checkpoint: the dispatch could be cancelled before the thread has started, and the
+    handler would start nevertheless.
+    """
+
+    async def acquire_on_behalf_of(self, _borrower: object) -> None: ...
+
+    def release_on_behalf_of(self, _borrower: object) -> None: ...
+
+
+_unlimited = cast("trio.CapacityLimiter", _Unlimited())
+
+
 class ThreadCall:
     """One call of a plain handler in a thread.
 
@@ -105,7 +119,7 @@ class ThreadCall:
         try:
             with self._shield:
                 await trio.to_thread.run_sync(
-                    self._work, thread_name=self._mailbox.name, abandon_on_cancel=True, limiter=threads.unlimited
+                    self._work, thread_name=self._mailbox.name, abandon_on_cancel=True, limiter=_unlimited
                 )
         except trio.Cancelled:
             self.abandoned = True
@@ -146,8 +160,14 @@ class ThreadCall:
             self._ended()
 
     def _report_late(self) -> None:
-        if self._error is not None:
-            logger.error("abandoned handler %s failed", self._threads.handler, exc_info=self._error)
+        # `Cancelled` is what `trio.from_thread.check_cancelled` raises in a handler that asks how it stands.
+        if self._error is not None and not isinstance(self._error, trio.Cancelled):
+            logger.error(
+                "abandoned handler %s failed for key %s",
+                self._threads.handler,
+                self._mailbox.label,
+                exc_info=self._error,
+            )
 
 
 class Threads:
@@ -172,7 +192,6 @@ class Threads:
         self.awaitable_returned = awaitable_returned
         self.perf_counter = perf_counter
         self.calls: set[ThreadCall] = set()
-        self.unlimited = trio.CapacityLimiter(inf)
 
     def prepare(self, mailbox: Mailbox[Any], item: object, ended: Callable[[], object]) -> ThreadCall:
         """Prepare a call; `ended` is told if its thread is abandoned and ends later."""

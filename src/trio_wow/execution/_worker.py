@@ -35,11 +35,24 @@ class Worker:
         runners: tasks scheduled on the loop to serve its lanes.
         holder: the mailbox whose thread computes on it.
         taken: a thread holds it, or mailboxes that were let go first have not resumed yet.
+        starting: the lane whose runner is scheduled and has not had its first step, in which it gives the turn on.
         abandoned: it is held by a thread that nobody waits for.
         lanes: lanes that wait for it.
     """
 
-    __slots__ = ("_let_go", "_resuming", "abandoned", "holder", "index", "lanes", "name", "queued", "runners", "taken")
+    __slots__ = (
+        "_let_go",
+        "_resuming",
+        "abandoned",
+        "holder",
+        "index",
+        "lanes",
+        "name",
+        "queued",
+        "runners",
+        "starting",
+        "taken",
+    )
 
     def __init__(self, name: str, index: int) -> None:
         self.name = f"worker {index} of {name}"
@@ -48,6 +61,7 @@ class Worker:
         self.runners = 0
         self.holder: Mailbox[object] | None = None
         self.taken = False
+        self.starting: _Lane | None = None
         self.abandoned = False
         self.lanes: deque[_Lane] = deque()
         self._resuming: dict[trio.lowlevel.Task, None] = {}
@@ -84,6 +98,17 @@ class Worker:
             self.taken = False
             self.start_lane()
 
+    def abandon(self) -> None:
+        """Leave the worker to the thread that holds it, which nobody waits for any more.
+
+        Mailboxes that wait to resume go on without it: they have been cancelled too, and only a shield of their
+        handlers keeps them from knowing.
+        """
+        self.abandoned = True
+        for task in self._resuming:
+            trio.lowlevel.reschedule(task)
+        self._resuming.clear()
+
     def line_up(self, lane: _Lane) -> None:
         """Let a lane wait for the worker, behind those that wait already."""
         if not lane.waiting:
@@ -93,20 +118,24 @@ class Worker:
     def start_lane(self) -> None:
         """Start the lane that has waited longest. Called when the worker is not taken.
 
-        Its runner starts the next one, unless it gives the worker to a thread.
+        Its runner starts the next one, unless it gives the worker to a thread. One at a time: if two were scheduled,
+        Trio could let the later one have the worker's thread, and the other one would lose its turn.
         """
-        while self.lanes:
+        while self.lanes and self.starting is None:
             lane = self.lanes.popleft()
             lane.waiting = False
             if lane.queue:
+                self.starting = lane
                 lane.start_runners(1)
                 return
 
     async def wait_free(self) -> None:
-        """Wait, with a mailbox's task, until no thread holds the worker.
+        """Wait, with a mailbox's task, until no thread holds the worker, or it has been abandoned.
 
         Cancellation: returns at once. The task's next checkpoint raises, so that what it was woken for is not lost.
         """
+        if self.abandoned:
+            return
         task = trio.lowlevel.current_task()
         self._resuming[task] = None
 
