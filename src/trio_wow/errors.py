@@ -42,6 +42,14 @@ class WowError(Exception):
     """Base of every error that the library raises on purpose."""
 
 
+def printable(value: object) -> str:
+    """Return a user's value as text, also when it refuses to be printed."""
+    try:
+        return str(value)
+    except Exception:
+        return object.__repr__(value)
+
+
 class ConfigurationError(WowError):
     """The parts of a program do not fit together; all problems found are listed, none is repaired.
 
@@ -100,7 +108,7 @@ class CancelScopeLeakError(WowError):
 
     def __init__(self, handler: str, key: object) -> None:
         super().__init__(
-            f"handler {handler} left a cancel scope open when it handled an item of key {key}; "
+            f"handler {handler} left a cancel scope open when it handled an item of key {printable(key)}; "
             "leave every scope in the handler that entered it"
         )
         self.handler = handler
