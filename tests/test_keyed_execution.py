@@ -406,7 +406,7 @@ class TestErrors:
     async def test_several_errors_come_as_a_group_with_the_first_one_first(self) -> None:
         async def handler(n: int) -> None:
             try:
-                await (wait_all_tasks_blocked() if n == 0 else trio.sleep_forever())
+                await (wait_all_tasks_blocked() if n == 0 else forever(n))
             finally:
                 raise ValueError(n)
 
