@@ -328,6 +328,33 @@ class TestHolding:
             assert log == ["old starts", "old resumes", "fresh starts"]
             await until(lambda: states(executor) == ["idle"])
 
+    async def test_k7_who_wakes_at_the_moment_the_worker_comes_free_goes_on_too(self, gates: Gates) -> None:
+        """Also between the end of the thread and the steps of those that have waited for it."""
+        executor = KeyedExecutor(workers=1)
+        early, late = trio.Event(), trio.Event()
+        resumed: list[int] = []
+
+        async def handler(n: int) -> None:
+            await (early if n == 0 else late).wait()
+            resumed.append(n)
+
+        @direct
+        def fails(item: str) -> None:
+            gates.compute(item)
+            raise ValueError(item)
+
+        async with dispatches(gates) as start:
+            start(executor, handler, *range(20))
+            await wait_all_tasks_blocked()
+            start(executor, fails, "x", on_error=lambda *_: late.set())
+            await gates.arrival("x")
+            early.set()
+            await wait_all_tasks_blocked()
+            assert resumed == []
+            gates.open("x")
+            await until(lambda: len(resumed) == 20)
+            await until(lambda: states(executor) == ["idle"])
+
     async def test_k7_the_lanes_of_several_dispatches_take_turns(self, gates: Gates) -> None:
         executor = KeyedExecutor(workers=1)
         async with dispatches(gates) as start:
@@ -1518,3 +1545,100 @@ class TestDecorators:
             return n + 1
 
         assert handler(1) == 2
+
+
+@pytest.mark.parametrize("seed", range(40))
+async def test_every_item_ends_in_exactly_one_state_and_every_worker_idle(
+    seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Dispatches of all kinds on one executor, of which some fail, are cancelled or stopped by force."""
+    rng = random.Random(seed)
+    forced = seed % 5 == 4
+    limiter = trio.to_thread.current_default_thread_limiter()
+    limiter.total_tokens = rng.randint(1, 3)
+    executor = KeyedExecutor(
+        workers=rng.randint(1, 3), max_in_flight=rng.randint(1, 12), throughput=rng.choice((1, 2, 16))
+    )
+
+    async def run(number: int, kind: str) -> None:
+        source = ListSource([(number, rng.randrange(5), n) for n in range(40)], batch=rng.randint(1, 6))
+        ended: dict[Any, list[str]] = {item: [] for item in source.rest}
+        plans = {item: (rng.randrange(3), rng.random()) for item in source.rest}
+        started: dict[int, list[int]] = defaultdict(list)
+        fatal = rng.random() < 0.3
+
+        def end(item: Any) -> None:
+            if plans[item][1] < 0.02:
+                if fatal:
+                    ended[item].append("raised")
+                raise ValueError(item)
+            ended[item].append("handled")
+
+        async def on_the_loop(item: Any) -> None:
+            started[item[1]].append(item[2])
+            waits, chance = plans[item]
+            try:
+                with trio.CancelScope(shield=chance > 0.9):
+                    for _ in range(waits):
+                        if chance < 0.5:
+                            await trio.lowlevel.checkpoint()
+                        else:
+                            await trio.to_thread.run_sync(int)
+            except trio.Cancelled:
+                ended[item].append("interrupted")
+                raise
+            end(item)
+
+        def in_a_thread(item: Any) -> None:
+            started[item[1]].append(item[2])
+            if plans[item][0]:
+                trio.from_thread.run_sync(int)
+            end(item)
+
+        handler: Callable[[Any], object] = on_the_loop
+        if kind != "async":
+            handler = {"direct": direct, "blocking": blocking, "plain": lambda function: function}[kind](
+                end if kind == "plain" else in_a_thread
+            )
+        cancelled = False
+        with trio.CancelScope() as scope:
+            scopes.append(scope)
+            try:
+                await executor.dispatch(
+                    source,
+                    key=lambda item: item[1],
+                    handler=handler,
+                    on_error=None if fatal else lambda item, _: ended[item].append("failed"),
+                    on_discard=lambda item: ended[item].append("discarded"),
+                )
+            except* ValueError:
+                assert fatal
+            except* (trio.Cancelled, ExecutorClosedError):
+                cancelled = True
+        await until(lambda: not limiter.borrowed_tokens)
+        for item in source.rest:
+            ended[item].append("in the source")
+        # A handler does not hear of it when it waits for a thread in vain, or is abandoned in one.
+        stopped = cancelled or scope.cancelled_caught or fatal
+        unheard = (kind == "blocking" and stopped) or (kind == "direct" and forced)
+        states = Counter(len(states) for states in ended.values())
+        assert {*states} <= ({0, 1} if unheard else {1}), (ended, seed)
+        assert states[0] <= 5
+        for key, order in started.items():
+            assert order == [n for _, k, n in ended if k == key][: len(order)]
+
+    scopes: list[trio.CancelScope] = []
+    with trio.fail_after(PATIENCE):
+        async with trio.open_nursery() as nursery:
+            for number in range(4):
+                nursery.start_soon(run, number, rng.choice(("direct", "blocking", "async", "plain")))
+            for _ in range(rng.randrange(3)):
+                for _ in range(rng.randrange(30)):
+                    await trio.lowlevel.checkpoint()
+                if scopes:
+                    rng.choice(scopes).cancel()
+            if forced:
+                executor.force_stop()
+    await until(lambda: {*states(executor)} == {"idle"})
+    assert not any(queued(executor))
+    assert not executor.statistics().dispatches
