@@ -44,6 +44,14 @@ class WowError(Exception):
     """Base of every error that the library raises on purpose."""
 
 
+def printable(value: object) -> str:
+    """Return a user's value as text, also when it refuses to be printed."""
+    try:
+        return str(value)
+    except Exception:
+        return object.__repr__(value)
+
+
 class ConfigurationError(WowError):
     """The parts of a program do not fit together; all problems found are listed, none is repaired.
 
@@ -102,7 +110,7 @@ class CancelScopeLeakError(WowError):
 
     def __init__(self, handler: str, key: object) -> None:
         super().__init__(
-            f"handler {handler} left a cancel scope open when it handled an item of key {_text(key)}; "
+            f"handler {handler} left a cancel scope open when it handled an item of key {printable(key)}; "
             "leave every scope in the handler that entered it"
         )
         self.handler = handler
@@ -143,16 +151,9 @@ class BlockingCallWarning(RuntimeWarning):
 
 def _blocking_call(handler: str, key: object, call: str) -> str:
     return (
-        f"handler {handler} called {call}, which blocks the event loop, when it handled an item of key {_text(key)}; "
+        f"handler {handler} called {call}, which blocks the event loop, when it handled an item of key {printable(key)}; "
         "await an async call or trio.to_thread.run_sync instead, or pin a plain function with @blocking or @direct"
     )
-
-
-def _text(key: object) -> str:
-    try:
-        return str(key)
-    except Exception:  # an error must not fail because of whom it is about
-        return object.__repr__(key)
 
 
 class RuntimeStateError(WowError):

@@ -117,7 +117,7 @@ class Lane:
             if not self.worker.queued:
                 self._workers.unqueued += 1
             for mailbox in self.queue:
-                del self._dispatch.mailboxes[mailbox.key]
+                self._dispatch.mailboxes.pop(mailbox.key, None)
             self.queue.clear()
 
     def start_runners(self, count: int) -> None:
@@ -308,9 +308,10 @@ class Lane:
         finally:
             dispatch.active = None
             if mailbox is not None and not mailbox:
+                self._leave(None, owner=owner)
                 del mailboxes[mailbox.key]
-                mailbox = None
-            self._leave(mailbox, owner=owner)
+            else:
+                self._leave(mailbox, owner=owner)
 
     @enable_ki_protection
     async def _run_direct(self, _due: int) -> None:
@@ -357,9 +358,9 @@ class Lane:
         finally:
             if mailbox:
                 self.put(mailbox)
-            else:
-                del dispatch.mailboxes[mailbox.key]
             if abandoned:
                 worker.abandon()
             else:
                 worker.release(mailbox)
+            if not mailbox:
+                del dispatch.mailboxes[mailbox.key]  # last, as a key that has changed is not found

@@ -4,6 +4,8 @@ from collections import deque
 from collections.abc import Hashable
 from typing import TypeVar
 
+from trio_wow.errors import printable
+
 __all__ = ["Mailbox"]
 
 T = TypeVar("T")
@@ -25,10 +27,7 @@ class Mailbox(deque[T]):
     @property
     def label(self) -> str:
         """The key as text, also when it refuses to be printed."""
-        try:
-            return str(self.key)
-        except Exception:
-            return object.__repr__(self.key)
+        return printable(self.key)
 
     @property
     def name(self) -> str:

@@ -1,5 +1,6 @@
 """Telling plain functions from async ones."""
 
+from functools import partial
 from inspect import iscoroutine, iscoroutinefunction
 from typing import NoReturn
 
@@ -8,6 +9,8 @@ __all__ = ["is_async", "refuse_awaitable"]
 
 def is_async(function: object) -> bool:
     """Whether calling it makes a coroutine: an `async def`, also in a `partial`, as a method or as `__call__`."""
+    while isinstance(function, partial):
+        function = function.func
     return iscoroutinefunction(function) or iscoroutinefunction(type(function).__call__)
 
 

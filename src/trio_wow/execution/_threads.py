@@ -31,7 +31,7 @@ def direct(function: F) -> F:
         The function itself, marked.
 
     Raises:
-        TypeError: it is no plain function. An `async def` cannot leave the event loop.
+        TypeError: it is no plain function (an `async def` cannot leave the event loop), or cannot be marked.
     """
     return _pin(function, "direct")
 
@@ -46,7 +46,7 @@ def blocking(function: F) -> F:
         The function itself, marked.
 
     Raises:
-        TypeError: it is no plain function. An `async def` cannot leave the event loop.
+        TypeError: it is no plain function (an `async def` cannot leave the event loop), or cannot be marked.
     """
     return _pin(function, "blocking")
 
@@ -55,16 +55,27 @@ def _pin(function: F, pin: Pin) -> F:
     target: object = function
     if not callable(target) or is_async(target):
         raise TypeError(f"@{pin} is for plain functions, not {function!r}; an `async def` stays on the event loop")
-    setattr(function, _ATTRIBUTE, pin)
+    try:
+        setattr(function, _ATTRIBUTE, pin)
+        if isinstance(function, staticmethod):  # which hands out what is in it
+            setattr(function.__func__, _ATTRIBUTE, pin)
+    except AttributeError:
+        raise TypeError(f"@{pin} cannot mark {function!r}: wrap it in a `partial`, or a function") from None
     return function
 
 
 def pin_of(handler: Any) -> Pin | None:
-    """Return where a handler asks to run: a function, a bound method, a `partial`, or an object with `__call__`."""
-    while isinstance(handler, partial):
+    """Return where a handler asks to run: a function, a bound method, a `partial`, or an object with `__call__`.
+
+    The outermost mark counts. An `async def` has none: a wrapper made with `functools.wraps` has only copied it.
+    """
+    if is_async(handler):
+        return None
+    pin: Pin | None = getattr(handler, _ATTRIBUTE, None)
+    while pin is None and isinstance(handler, partial):
         handler = handler.func
-    pin: Pin | None = getattr(handler, _ATTRIBUTE, getattr(type(handler).__call__, _ATTRIBUTE, None))
-    return pin
+        pin = getattr(handler, _ATTRIBUTE, None)
+    return pin or getattr(type(handler).__call__, _ATTRIBUTE, None)
 
 
 class _Unlimited:
