@@ -49,12 +49,21 @@ def nothing() -> None:
     pass
 
 
+class Executor(KeyedExecutor):
+    """Knows which items are in the threads of `@direct` handlers."""
+
+    def __init__(self, *, workers: int = 2, **options: Any) -> None:
+        super().__init__(workers=workers, **options)
+        self.size = workers
+        self.computing: set[tuple[str, Item]] = set()
+
+
 class Job:
     """One dispatch, and a record of what becomes of each of its items. Checks order, turns and window as it goes."""
 
     def __init__(
         self,
-        executor: KeyedExecutor,
+        executor: Executor,
         *,
         window: int,
         style: str = "async",
@@ -218,6 +227,8 @@ class Job:
                 for step in item.steps:
                     self.now(item, step)
                     await self.later(item, step)
+                    if step in ("checkpoint", "sleep", "gate") and not self.disturbed:
+                        assert len(self.executor.computing) < self.executor.size
                     self.point()
 
         def plain(item: Item) -> None:
@@ -225,8 +236,19 @@ class Job:
                 for step in item.steps:
                     self.now(item, step)
 
-        marks: dict[str, Callable[[Any], Any]] = {"direct": direct, "blocking": blocking}
-        handler = waiting if self.style == "async" else marks.get(self.style, lambda function: function)(plain)
+        def computing(item: Item) -> None:
+            me = (self.name, item)
+            self.executor.computing.add(me)
+            try:
+                assert len(self.executor.computing) <= self.executor.size
+                if "checkpoint" in item.steps:  # long enough for others to take a step
+                    trio.from_thread.run(trio.lowlevel.checkpoint)
+                plain(item)
+            finally:
+                self.executor.computing.remove(me)
+
+        handlers = {"async": waiting, "plain": plain, "direct": direct(computing)}
+        handler: Callable[[Item], object] = handlers.get(self.style) or blocking(plain)
         handler.__qualname__ = self.name
         return handler
 
@@ -406,7 +428,7 @@ def test_whatever_happens_each_item_ends_in_one_state_and_nothing_is_left(
     workers: int,
 ) -> None:
     async def main() -> None:
-        executor = KeyedExecutor(workers=workers, max_in_flight=window, throughput=throughput)
+        executor = Executor(workers=workers, max_in_flight=window, throughput=throughput)
         all_jobs = [
             Job(executor, window=window, style=style, source=source, reports=reports, name=f"job {n}")
             for n, (style, source, reports) in enumerate(jobs)
@@ -490,6 +512,74 @@ async def test_k7_a_mailbox_that_resumes_just_after_a_thread_has_ended_goes_on(a
         go_on.set()
         await until(lambda: len(handled) == 20)
     check_nothing_left(executor)
+
+
+class Held:
+    """An executor with one worker, which the thread of a `@direct` handler holds until `let_go`."""
+
+    def __init__(self) -> None:
+        self.executor = KeyedExecutor(workers=1)
+        self.order: list[str] = []
+        self.wake = trio.Event()
+        self._started, self._go_on = threading.Event(), threading.Event()
+
+    async def hold(self, nursery: trio.Nursery, *waiting: str) -> None:
+        """Start handlers that wait for `wake`, and then the thread."""
+
+        async def wait(item: str) -> None:
+            await self.wake.wait()
+            self.order.append(item)
+            if item == "waits again":
+                await trio.sleep_forever()
+
+        @direct
+        def in_thread(_: int) -> None:
+            self._started.set()
+            self._go_on.wait()
+
+        dispatch = self.executor.dispatch
+        nursery.start_soon(partial(dispatch, ListSource(waiting), key=number, handler=wait))
+        await wait_all_tasks_blocked()
+        nursery.start_soon(partial(dispatch, ListSource([0]), key=number, handler=in_thread))
+        await trio.to_thread.run_sync(self._started.wait)
+
+    def let_go(self) -> None:
+        self._go_on.set()
+
+
+async def test_k7_a_mailbox_cancelled_while_it_waits_for_its_worker_goes_on_without_it() -> None:
+    held = Held()
+    async with trio.open_nursery() as nursery:
+        await held.hold(nursery, "waiting")
+        held.wake.set()
+        await wait_all_tasks_blocked()
+        assert held.order == []
+        nursery.cancel_scope.cancel()
+        with trio.CancelScope(shield=True):
+            await wait_all_tasks_blocked()
+        in_time = held.order == ["waiting"]
+        held.let_go()
+    assert in_time
+    check_nothing_left(held.executor)
+
+
+async def test_k7_what_waits_for_a_worker_gets_it_although_those_let_go_first_wait_again() -> None:
+    held = Held()
+    async with trio.open_nursery() as nursery:
+        await held.hold(nursery, "waits again")
+        source = ListSource(["queued"])
+        nursery.start_soon(partial(held.executor.dispatch, source, key=number, handler=held.order.append))
+        held.wake.set()
+        await wait_all_tasks_blocked()
+        assert held.order == []
+        held.let_go()
+        with trio.fail_after(5):
+            while len(held.order) < 2:
+                await trio.to_thread.run_sync(int)
+                await wait_all_tasks_blocked()
+        assert held.order == ["waits again", "queued"]
+        nursery.cancel_scope.cancel()
+    check_nothing_left(held.executor)
 
 
 @pytest.mark.parametrize("passes", range(9))
@@ -604,7 +694,7 @@ MIXED = [
 def test_a_keyboard_interrupt_at_each_moment_loses_no_item(where: str, style: str, in_main: bool) -> None:
     def run(n: int) -> Moment:
         moment = Moment(n, partial(signal.raise_signal, signal.SIGINT))
-        executor = KeyedExecutor(workers=1, max_in_flight=5, throughput=2)
+        executor = Executor(workers=1, max_in_flight=5, throughput=2)
         point = moment.now if where == "in user code" else nothing
         job = Job(executor, window=5, style=style, point=point)
         job.send(*MIXED)
@@ -673,7 +763,7 @@ def test_at_each_moment_an_end_leaves_no_task_no_mailbox_and_no_held_worker(kind
     style, steps = KINDS[kind]
 
     def run(n: int) -> Moment:
-        executor = KeyedExecutor(workers=2, max_in_flight=6, throughput=2)
+        executor = Executor(workers=2, max_in_flight=6, throughput=2)
         moment = Moment(n, on_the_loop(lambda: job.cancel() if how == "cancelled" else executor.force_stop()))
         point = moment.now if where == "in user code" else nothing
         job = Job(executor, window=6, style=style, source="demand", reports=bool(n % 2), point=point)
@@ -718,7 +808,7 @@ def test_k15_at_each_moment_the_end_of_one_dispatch_leaves_the_other_untouched(s
             raise Broken
 
         moment = Moment(n, lambda: one.cancel() if how == "cancelled" else fail())
-        executor = KeyedExecutor(workers=1, max_in_flight=6, throughput=2)
+        executor = Executor(workers=1, max_in_flight=6, throughput=2)
         one = Job(
             executor, window=6, style=hit, reports=False, name="one", point=moment.now if how == "failed" else nothing
         )
@@ -757,7 +847,7 @@ def test_k15_at_each_moment_the_end_of_one_dispatch_leaves_the_other_untouched(s
 async def test_an_error_and_a_cancellation_of_one_step_lose_no_error_and_return_no_slot_twice(
     autojump_clock: object, error_first: bool, reports: bool, seed: int
 ) -> None:
-    executor = KeyedExecutor(workers=1, max_in_flight=8)
+    executor = Executor(workers=1, max_in_flight=8)
     job = Job(executor, window=8, source="demand", reports=reports)
     rng = random.Random(seed)
     job.send(*[(n % 5, ("gate", rng.choice(("fail", "mixed", "both", "group", "sleep")))) for n in range(12)])
@@ -776,7 +866,7 @@ async def test_an_error_and_a_cancellation_of_one_step_lose_no_error_and_return_
 async def test_fs03_whatever_becomes_of_a_handler_its_slot_comes_back_exactly_once(
     autojump_clock: object, source: str
 ) -> None:
-    executor = KeyedExecutor(max_in_flight=4)
+    executor = Executor(max_in_flight=4)
     job = Job(executor, window=4, source=source)
     outcomes = ("fail", "group", "both", "scope", "deadline", "nursery", "mixed", "thread")
     job.send(*[(n, (outcomes[n % 8], *("fail",) * (n % 3))) for n in range(64)])
@@ -804,7 +894,7 @@ class TestClocks:
             return now
 
         monkeypatch.setattr(time, "time", jumping)
-        executor = KeyedExecutor(workers=2, max_in_flight=40, throughput=3, perf_counter=jumping)
+        executor = Executor(workers=2, max_in_flight=40, throughput=3, perf_counter=jumping)
         job = Job(executor, window=40)
         steps = ((), (), ("checkpoint",), ("sleep",), ("deadline", "thread"), ("lock",))
         job.send(*[(rng.randrange(4), rng.choice(steps)) for _ in range(150)])
@@ -819,8 +909,8 @@ class TestClocks:
 
         order: list[str] = []
         items = ["hot"] * 30 + [f"cold {n}" for n in range(5)]
-        executor = KeyedExecutor(workers=1, throughput=3, perf_counter=jumping)
-        await executor.dispatch(ListSource(items), key=number, handler=order.append)
+        alone = KeyedExecutor(workers=1, throughput=3, perf_counter=jumping)
+        await alone.dispatch(ListSource(items), key=number, handler=order.append)
         assert order.count("hot") == 30
         assert order[: max(order.index(f"cold {n}") for n in range(5))].count("hot") <= 3
 
@@ -855,7 +945,7 @@ class Key:
 async def test_fs05_memory_follows_active_keys_however_their_handlers_go_on(
     autojump_clock: object, style: str, keys: int
 ) -> None:
-    executor = KeyedExecutor(workers=2, max_in_flight=64)
+    executor = Executor(workers=2, max_in_flight=64)
     alive = weakref.WeakSet[Key]()
     most: list[int] = []
 
