@@ -2,9 +2,12 @@
 
 import gc
 import math
+import random
 import signal
 import sys
 import threading
+import time
+import weakref
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
@@ -42,19 +45,32 @@ def leaves(error: BaseException | None) -> list[BaseException]:
     return [] if error is None else [error]
 
 
+def nothing() -> None:
+    pass
+
+
+class Executor(KeyedExecutor):
+    """Knows which items are in the threads of `@direct` handlers."""
+
+    def __init__(self, *, workers: int = 2, **options: Any) -> None:
+        super().__init__(workers=workers, **options)
+        self.size = workers
+        self.computing: set[tuple[str, Item]] = set()
+
+
 class Job:
     """One dispatch, and a record of what becomes of each of its items. Checks order, turns and window as it goes."""
 
     def __init__(
         self,
-        executor: KeyedExecutor,
+        executor: Executor,
         *,
         window: int,
         style: str = "async",
         source: str = "batch",
         reports: bool = True,
         name: str = "job",
-        point: Callable[[], object] = lambda: None,
+        point: Callable[[], object] = nothing,
     ) -> None:
         self.executor, self.window, self.style, self.reports = executor, window, style, reports
         self.name, self.point, self.source = name, point, source
@@ -211,6 +227,8 @@ class Job:
                 for step in item.steps:
                     self.now(item, step)
                     await self.later(item, step)
+                    if step in ("checkpoint", "sleep", "gate") and not self.disturbed:
+                        assert len(self.executor.computing) < self.executor.size
                     self.point()
 
         def plain(item: Item) -> None:
@@ -218,8 +236,19 @@ class Job:
                 for step in item.steps:
                     self.now(item, step)
 
-        marks: dict[str, Callable[[Any], Any]] = {"direct": direct, "blocking": blocking}
-        handler = waiting if self.style == "async" else marks.get(self.style, lambda function: function)(plain)
+        def computing(item: Item) -> None:
+            me = (self.name, item)
+            self.executor.computing.add(me)
+            try:
+                assert len(self.executor.computing) <= self.executor.size
+                if "checkpoint" in item.steps:  # long enough for others to take a step
+                    trio.from_thread.run(trio.lowlevel.checkpoint)
+                plain(item)
+            finally:
+                self.executor.computing.remove(me)
+
+        handlers = {"async": waiting, "plain": plain, "direct": direct(computing)}
+        handler: Callable[[Item], object] = handlers.get(self.style) or blocking(plain)
         handler.__qualname__ = self.name
         return handler
 
@@ -264,6 +293,13 @@ class Job:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(trio.sleep_forever)
                     raise FailError(item)
+            case "both":  # a cancellation of the handler's own, and an error, in one step
+                with trio.CancelScope() as scope:
+                    async with trio.open_nursery() as nursery:
+                        nursery.start_soon(trio.sleep_forever)
+                        await trio.lowlevel.checkpoint()
+                        scope.cancel()
+                        raise FailError(item)
             case "mixed":  # an error and, if it was cancelled, the cancellation
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(trio.sleep, 1)
@@ -347,7 +383,10 @@ async def until(condition: Callable[[], bool]) -> None:
     raise AssertionError(f"stuck, with tasks {task_names()}")
 
 
-STEPS = ("checkpoint", "sleep", "gate", "thread", "scope", "deadline", "shield", "nursery", "fail", "group", "mixed")
+STEPS = (
+    *("checkpoint", "sleep", "gate", "lock", "thread", "scope", "deadline", "shield", "nursery"),
+    *("fail", "group", "both", "mixed"),
+)
 ITEMS = st.lists(
     st.tuples(st.integers(0, 3), st.lists(st.sampled_from(STEPS), max_size=3).map(tuple)), min_size=1, max_size=8
 )
@@ -389,7 +428,7 @@ def test_whatever_happens_each_item_ends_in_one_state_and_nothing_is_left(
     workers: int,
 ) -> None:
     async def main() -> None:
-        executor = KeyedExecutor(workers=workers, max_in_flight=window, throughput=throughput)
+        executor = Executor(workers=workers, max_in_flight=window, throughput=throughput)
         all_jobs = [
             Job(executor, window=window, style=style, source=source, reports=reports, name=f"job {n}")
             for n, (style, source, reports) in enumerate(jobs)
@@ -475,9 +514,79 @@ async def test_k7_a_mailbox_that_resumes_just_after_a_thread_has_ended_goes_on(a
     check_nothing_left(executor)
 
 
+class Held:
+    """An executor with one worker, which the thread of a `@direct` handler holds until `let_go`."""
+
+    def __init__(self) -> None:
+        self.executor = KeyedExecutor(workers=1)
+        self.order: list[str] = []
+        self.wake = trio.Event()
+        self._started, self._go_on = threading.Event(), threading.Event()
+
+    async def hold(self, nursery: trio.Nursery, *waiting: str) -> None:
+        """Start handlers that wait for `wake`, and then the thread."""
+
+        async def wait(item: str) -> None:
+            await self.wake.wait()
+            self.order.append(item)
+            if item == "waits again":
+                await trio.sleep_forever()
+
+        @direct
+        def in_thread(_: int) -> None:
+            self._started.set()
+            self._go_on.wait()
+
+        dispatch = self.executor.dispatch
+        nursery.start_soon(partial(dispatch, ListSource(waiting), key=number, handler=wait))
+        await wait_all_tasks_blocked()
+        nursery.start_soon(partial(dispatch, ListSource([0]), key=number, handler=in_thread))
+        await trio.to_thread.run_sync(self._started.wait)
+
+    def let_go(self) -> None:
+        self._go_on.set()
+
+
+async def test_k7_a_mailbox_cancelled_while_it_waits_for_its_worker_goes_on_without_it() -> None:
+    held = Held()
+    async with trio.open_nursery() as nursery:
+        await held.hold(nursery, "waiting")
+        held.wake.set()
+        await wait_all_tasks_blocked()
+        assert held.order == []
+        nursery.cancel_scope.cancel()
+        with trio.CancelScope(shield=True):
+            await wait_all_tasks_blocked()
+        in_time = held.order == ["waiting"]
+        held.let_go()
+    assert in_time
+    check_nothing_left(held.executor)
+
+
+async def test_k7_what_waits_for_a_worker_gets_it_although_those_let_go_first_wait_again() -> None:
+    held = Held()
+    async with trio.open_nursery() as nursery:
+        await held.hold(nursery, "waits again")
+        source = ListSource(["queued"])
+        nursery.start_soon(partial(held.executor.dispatch, source, key=number, handler=held.order.append))
+        held.wake.set()
+        await wait_all_tasks_blocked()
+        assert held.order == []
+        held.let_go()
+        with trio.fail_after(5):
+            while len(held.order) < 2:
+                await trio.to_thread.run_sync(int)
+                await wait_all_tasks_blocked()
+        assert held.order == ["waits again", "queued"]
+        nursery.cancel_scope.cancel()
+    check_nothing_left(held.executor)
+
+
 @pytest.mark.parametrize("passes", range(9))
 @pytest.mark.parametrize("mark", [direct, blocking])
-async def test_a_forced_stop_at_any_moment_waits_for_no_thread(mark: Callable[[Any], Any], passes: int) -> None:
+async def test_a_forced_stop_at_any_moment_waits_for_no_thread(
+    autojump_clock: object, mark: Callable[[Any], Any], passes: int
+) -> None:
     executor = KeyedExecutor(workers=1)
     go_on = threading.Event()
     over = trio.Event()
@@ -496,7 +605,7 @@ async def test_a_forced_stop_at_any_moment_waits_for_no_thread(mark: Callable[[A
         for _ in range(passes):
             await trio.lowlevel.checkpoint()
         executor.force_stop()
-        with trio.move_on_after(2):
+        with trio.move_on_after(2):  # which passes at once if there is nothing but the thread to wait for
             await over.wait()
         waited = not over.is_set()
         go_on.set()
@@ -553,7 +662,8 @@ def each_line(act: Callable[[], object]) -> Iterator[None]:
     """Act at each line of the executor where an interrupt strikes at once; elsewhere it waits for a task's step."""
 
     def trace(frame: Any, event: str, _: object) -> Any:
-        if not frame.f_code.co_filename.startswith(EXECUTION):
+        file = frame.f_code.co_filename
+        if not file.startswith(EXECUTION) or file.endswith("_statistics.py"):  # which the handlers here ask
             return None
         if event == "line" and not trio.lowlevel.currently_ki_protected():
             act()
@@ -584,8 +694,8 @@ MIXED = [
 def test_a_keyboard_interrupt_at_each_moment_loses_no_item(where: str, style: str, in_main: bool) -> None:
     def run(n: int) -> Moment:
         moment = Moment(n, partial(signal.raise_signal, signal.SIGINT))
-        executor = KeyedExecutor(workers=1, max_in_flight=5, throughput=2)
-        point = moment.now if where == "in user code" else lambda: None
+        executor = Executor(workers=1, max_in_flight=5, throughput=2)
+        point = moment.now if where == "in user code" else nothing
         job = Job(executor, window=5, style=style, point=point)
         job.send(*MIXED)
         job.close()
@@ -628,3 +738,252 @@ def test_a_keyboard_interrupt_at_each_moment_loses_no_item(where: str, style: st
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     at_each_moment(run, least=5)
     gc.collect()  # a coroutine that was never awaited would complain here
+
+
+def on_the_loop(act: Callable[[], object]) -> Callable[[], object]:
+    """Also from a thread that a handler runs in."""
+    return lambda: act() if threading.current_thread() is threading.main_thread() else trio.from_thread.run_sync(act)
+
+
+KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "returns": ("async", ()),
+    "waits once": ("async", ("checkpoint",)),
+    "waits often": ("async", ("checkpoint", "sleep", "nursery", "lock")),
+    "fails when cancelled": ("async", ("mixed",)),
+    "plain": ("plain", ()),
+    "direct": ("direct", ()),
+    "blocking": ("blocking", ()),
+}
+
+
+@pytest.mark.parametrize("where", ["at steps of tasks", "in user code"])
+@pytest.mark.parametrize("how", ["cancelled", "stopped"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_at_each_moment_an_end_leaves_no_task_no_mailbox_and_no_held_worker(kind: str, how: str, where: str) -> None:
+    style, steps = KINDS[kind]
+
+    def run(n: int) -> Moment:
+        executor = Executor(workers=2, max_in_flight=6, throughput=2)
+        moment = Moment(n, on_the_loop(lambda: job.cancel() if how == "cancelled" else executor.force_stop()))
+        point = moment.now if where == "in user code" else nothing
+        job = Job(executor, window=6, style=style, source="demand", reports=bool(n % 2), point=point)
+        job.send(*[(key, steps) for key in (0, 1, 0, 0, 2, 1, 0, 2, 2)])
+        job.close()
+
+        async def main() -> None:
+            if where == "at steps of tasks":
+                trio.lowlevel.add_instrument(moment)
+            await job.run()
+            await finish(executor)
+
+        trio.run(main, clock=MockClock(autojump_threshold=0))
+        job.check()
+        if not moment.came:
+            assert {state for states in job.states.values() for state in states} == {"handled"}
+        return moment
+
+    at_each_moment(run, least=5)
+
+
+class Broken(Exception):
+    pass
+
+
+PAIRS = [
+    ("async", "async"),
+    ("async", "direct"),
+    ("async", "blocking"),
+    ("direct", "async"),
+    ("direct", "direct"),
+    ("blocking", "direct"),
+    ("plain", "async"),
+]
+
+
+@pytest.mark.parametrize("how", ["cancelled", "failed"])
+@pytest.mark.parametrize(("spared", "hit"), PAIRS)
+def test_k15_at_each_moment_the_end_of_one_dispatch_leaves_the_other_untouched(spared: str, hit: str, how: str) -> None:
+    def run(n: int) -> Moment:
+        def fail() -> None:
+            raise Broken
+
+        moment = Moment(n, lambda: one.cancel() if how == "cancelled" else fail())
+        executor = Executor(workers=1, max_in_flight=6, throughput=2)
+        one = Job(
+            executor, window=6, style=hit, reports=False, name="one", point=moment.now if how == "failed" else nothing
+        )
+        other = Job(executor, window=6, style=spared, name="other")
+        for job in (one, other):
+            job.send(*[(n % 3, ("checkpoint", "lock", "sleep")[: n % 4]) for n in range(9)])
+            job.close()
+
+        async def run_one() -> None:
+            try:
+                await one.run()
+            except* Broken:
+                assert how == "failed"
+
+        async def main() -> None:
+            if how == "cancelled":
+                trio.lowlevel.add_instrument(moment)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(run_one)
+                nursery.start_soon(other.run)
+            await finish(executor)
+
+        trio.run(main, clock=MockClock(autojump_threshold=0))
+        other.check()
+        assert set(map(tuple, other.states.values())) == {("handled",)}
+        if how == "cancelled":
+            one.check()
+        return moment
+
+    at_each_moment(run, least=5)
+
+
+@pytest.mark.parametrize("error_first", [True, False])
+@pytest.mark.parametrize("reports", [True, False])
+@pytest.mark.parametrize("seed", range(5))
+async def test_an_error_and_a_cancellation_of_one_step_lose_no_error_and_return_no_slot_twice(
+    autojump_clock: object, error_first: bool, reports: bool, seed: int
+) -> None:
+    executor = Executor(workers=1, max_in_flight=8)
+    job = Job(executor, window=8, source="demand", reports=reports)
+    rng = random.Random(seed)
+    job.send(*[(n % 5, ("gate", rng.choice(("fail", "mixed", "both", "group", "sleep")))) for n in range(12)])
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(job.run)
+        await wait_all_tasks_blocked()
+        ends = [job.gate.set, job.cancel]
+        for end in ends if error_first else reversed(ends):
+            end()
+    job.check()
+    assert job.demanded <= 8 + 5
+    await finish(executor)
+
+
+@pytest.mark.parametrize("source", ["demand", "batch"])
+async def test_fs03_whatever_becomes_of_a_handler_its_slot_comes_back_exactly_once(
+    autojump_clock: object, source: str
+) -> None:
+    executor = Executor(max_in_flight=4)
+    job = Job(executor, window=4, source=source)
+    outcomes = ("fail", "group", "both", "scope", "deadline", "nursery", "mixed", "thread")
+    job.send(*[(n, (outcomes[n % 8], *("fail",) * (n % 3))) for n in range(64)])
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(job.run)
+        await until(partial(rests, executor, job))
+        (dispatch,) = executor.statistics().dispatches
+        assert (dispatch.in_flight, dispatch.demand_outstanding, dispatch.overdraft) == (0, 4, 0)
+        assert job.demanded == (68 if source == "demand" else 0)
+        job.close()
+    job.check()
+
+
+class TestClocks:
+    @pytest.mark.parametrize("seed", range(10))
+    async def test_fs25_clocks_that_jump_lose_nothing_and_keep_the_turns(
+        self, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, seed: int
+    ) -> None:
+        rng = random.Random(seed)
+        now = 0.0
+
+        def jumping() -> float:
+            nonlocal now
+            now += rng.choice((0, 0, 0.0005, -3600, 7200))
+            return now
+
+        monkeypatch.setattr(time, "time", jumping)
+        executor = Executor(workers=2, max_in_flight=40, throughput=3, perf_counter=jumping)
+        job = Job(executor, window=40)
+        steps = ((), (), ("checkpoint",), ("sleep",), ("deadline", "thread"), ("lock",))
+        job.send(*[(rng.randrange(4), rng.choice(steps)) for _ in range(150)])
+        job.close()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(job.run)
+            while not job.over:
+                autojump_clock.jump(rng.choice((0, 0.05, 3600)))
+                await trio.lowlevel.checkpoint()
+        job.check()
+        assert {state for states in job.states.values() for state in states} == {"handled"}
+
+        order: list[str] = []
+        items = ["hot"] * 30 + [f"cold {n}" for n in range(5)]
+        alone = KeyedExecutor(workers=1, throughput=3, perf_counter=jumping)
+        await alone.dispatch(ListSource(items), key=number, handler=order.append)
+        assert order.count("hot") == 30
+        assert order[: max(order.index(f"cold {n}") for n in range(5))].count("hot") <= 3
+
+    @pytest.mark.parametrize("step", [0, -1, -1e9])
+    async def test_fs25_a_clock_that_stands_or_runs_backwards_does_not_keep_the_loop(self, step: float) -> None:
+        clock = count(0.0, step)
+        handled = passes = 0
+
+        async def handler(_: int) -> None:
+            nonlocal handled
+            handled += 1
+
+        async def tick() -> None:
+            nonlocal passes
+            while handled < 4000:
+                passes += 1
+                await trio.lowlevel.checkpoint()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(tick)
+            executor = KeyedExecutor(workers=1, max_in_flight=4000, perf_counter=lambda: next(clock))
+            await executor.dispatch(ListSource(range(4000)), key=number, handler=handler)
+        assert passes >= 4000 // 256
+
+
+class Key:
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+
+@pytest.mark.parametrize(("style", "keys"), [("async", 12_000), ("direct", 1_500), ("blocking", 1_500)])
+async def test_fs05_memory_follows_active_keys_however_their_handlers_go_on(
+    autojump_clock: object, style: str, keys: int
+) -> None:
+    executor = Executor(workers=2, max_in_flight=64)
+    alive = weakref.WeakSet[Key]()
+    most: list[int] = []
+
+    class Keys:
+        n = 0
+
+        async def receive_batch(self, limit: int, /) -> list[Key]:
+            await trio.lowlevel.checkpoint()
+            (dispatch,) = executor.statistics().dispatches
+            assert dispatch.mailboxes <= dispatch.in_flight <= 64
+            if self.n % (keys // 10) < limit:
+                gc.collect()
+                most.append(len(alive))
+            if self.n >= keys:
+                raise trio.EndOfChannel
+            batch = [Key(n) for n in range(self.n, self.n + min(limit, 16))]
+            self.n += len(batch)
+            alive.update(batch)
+            return batch
+
+    async def waiting(key: Key) -> None:
+        match key.n % 5:
+            case 1:
+                await trio.lowlevel.checkpoint()
+            case 2:
+                await trio.sleep(0.1)
+            case 3 if key.n % 2:
+                raise FailError(key)
+
+    def plain(key: Key) -> None:
+        if key.n % 5 == 3:
+            raise FailError(key)
+
+    handlers: dict[str, Callable[[Key], object]] = {"async": waiting, "direct": direct(plain)}
+    handler = handlers.get(style) or blocking(lambda key: plain(key))
+    await executor.dispatch(Keys(), key=number, handler=handler, on_error=lambda *_: None)
+    assert len(most) > 8
+    assert max(most) <= 64 + 16 + 2  # a batch on its way, and one of each worker's last
+    gc.collect()
+    assert not alive
+    check_nothing_left(executor)
