@@ -785,7 +785,7 @@ def test_at_each_moment_an_end_leaves_no_task_no_mailbox_and_no_held_worker(kind
     at_each_moment(run, least=5)
 
 
-class Broken(Exception):
+class BrokenError(Exception):
     pass
 
 
@@ -805,7 +805,7 @@ PAIRS = [
 def test_k15_at_each_moment_the_end_of_one_dispatch_leaves_the_other_untouched(spared: str, hit: str, how: str) -> None:
     def run(n: int) -> Moment:
         def fail() -> None:
-            raise Broken
+            raise BrokenError
 
         moment = Moment(n, lambda: one.cancel() if how == "cancelled" else fail())
         executor = Executor(workers=1, max_in_flight=6, throughput=2)
@@ -820,7 +820,7 @@ def test_k15_at_each_moment_the_end_of_one_dispatch_leaves_the_other_untouched(s
         async def run_one() -> None:
             try:
                 await one.run()
-            except* Broken:
+            except* BrokenError:
                 assert how == "failed"
 
         async def main() -> None:

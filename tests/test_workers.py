@@ -1596,10 +1596,10 @@ async def test_every_item_ends_in_exactly_one_state_and_every_worker_idle(
             end(item)
 
         handler: Callable[[Any], object] = on_the_loop
-        if kind != "async":
-            handler = {"direct": direct, "blocking": blocking, "plain": lambda function: function}[kind](
-                end if kind == "plain" else in_a_thread
-            )
+        if kind == "plain":
+            handler = end
+        elif kind != "async":
+            handler = {"direct": direct, "blocking": blocking}[kind](in_a_thread)
         cancelled = False
         with trio.CancelScope() as scope:
             scopes.append(scope)

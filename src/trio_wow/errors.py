@@ -152,7 +152,8 @@ class BlockingCallWarning(RuntimeWarning):
 def _blocking_call(handler: str, key: object, call: str) -> str:
     return (
         f"handler {handler} called {call}, which blocks the event loop, when it handled an item of key "
-        f"{printable(key)}; await an async call or trio.to_thread.run_sync instead, or pin a plain function with @blocking or @direct"
+        f"{printable(key)}; await an async call or trio.to_thread.run_sync instead, or pin a plain function with "
+        "@blocking or @direct"
     )
 
 
