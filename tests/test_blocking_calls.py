@@ -32,6 +32,7 @@ from trio_wow.execution._mailbox import Mailbox
 BEFORE = {owner: dict(vars(owner)) for owner in (socket.socket, ssl.SSLSocket)}
 SLEEP = time.sleep
 BOX: Mailbox[Any] = Mailbox()  # empty, as it is when its last item is handled
+BOX.running = False
 BOX.key = 7
 
 

@@ -323,7 +323,7 @@ class TestStores:
     @posix
     def test_a_store_that_is_locked_in_the_middle_is_finished_later(self, data: Path, store: Path, clean: str) -> None:
         locking = """
-import sqlite3, sys, replay
+import functools, sqlite3, sys, replay, trio
 from trio_wow.adapters import sqlite
 
 append, appended, locks = sqlite.SqliteStore.append, 0, []
@@ -336,7 +336,10 @@ class Impatient(sqlite.SqliteStore):
         global appended
         appended += 1
         if appended == 500:  # from here on somebody else holds the lock
-            locks.append(sqlite3.connect(self.path, isolation_level=None, timeout=60))
+            connect = functools.partial(
+                sqlite3.connect, self.path, isolation_level=None, timeout=60, check_same_thread=False
+            )
+            locks.append(await trio.to_thread.run_sync(connect))
             locks[0].execute("BEGIN IMMEDIATE")
         await append(self, stream)
 
