@@ -563,6 +563,32 @@ async def test_k7_a_mailbox_cancelled_while_it_waits_for_its_worker_goes_on_with
     check_nothing_left(held.executor)
 
 
+async def test_k2_after_a_handler_that_was_cut_short_its_mailbox_waits_for_the_worker_again() -> None:
+    held = Held()
+    scope = trio.CancelScope()
+    started: list[int] = []
+
+    async def handler(n: int) -> None:
+        started.append(n)
+        if n == 0:
+            with scope:
+                await held.wake.wait()
+
+    async with trio.open_nursery() as nursery:
+        source = ListSource([0, 1])
+        nursery.start_soon(partial(held.executor.dispatch, source, key=lambda _: 0, handler=handler))
+        await wait_all_tasks_blocked()
+        await held.hold(nursery)
+        held.wake.set()
+        scope.cancel()
+        await wait_all_tasks_blocked()
+        in_time = started == [0]
+        held.let_go()
+    assert in_time
+    assert started == [0, 1]
+    check_nothing_left(held.executor)
+
+
 async def test_k7_what_waits_for_a_worker_gets_it_although_those_let_go_first_wait_again() -> None:
     held = Held()
     async with trio.open_nursery() as nursery:
