@@ -525,6 +525,25 @@ class TestHolding:
                     await wait_all_tasks_blocked()
         assert stopped in ([], [False])
 
+    async def test_no_keyboard_interrupt_lands_where_a_thread_token_is_taken_and_given_back(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        limiter = trio.to_thread.current_default_thread_limiter()
+        protected: list[bool] = []
+
+        class Spy:
+            async def acquire_on_behalf_of(self, borrower: object) -> None:
+                protected.append(trio.lowlevel.currently_ki_protected())
+                await limiter.acquire_on_behalf_of(borrower)
+
+            def release_on_behalf_of(self, borrower: object) -> None:
+                protected.append(trio.lowlevel.currently_ki_protected())
+                limiter.release_on_behalf_of(borrower)
+
+        monkeypatch.setattr(trio.to_thread, "current_default_thread_limiter", Spy)
+        await KeyedExecutor().dispatch(ListSource([1]), key=first_of_none, handler=blocking(lambda _: None))
+        assert protected == [True, True]
+
     async def test_a_blocking_handler_keeps_no_thread_token_while_a_worker_is_held(self, gates: Gates) -> None:
         """Else the thread that holds the worker, and needs a token itself, would wait for it for ever."""
         trio.to_thread.current_default_thread_limiter().total_tokens = 1
