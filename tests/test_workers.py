@@ -166,6 +166,20 @@ class TestChoice:
             gates.open("x", "y")
             await until(lambda: len(handled) == 57)
 
+    async def test_k5_idle_comes_before_held_wherever_the_rotation_stands(self, gates: Gates) -> None:
+        executor = KeyedExecutor(workers=3)
+        async with dispatches(gates) as start:
+            send = start(executor, gates.compute, "on 0", "on 1", "on 2")
+            await gates.arrival("on 0", "on 1", "on 2")
+            gates.open("on 1", "on 2")
+            await until(lambda: states(executor) == ["held", "idle", "idle"])
+            for late, on in (("late 1", 1), ("late 2", 2)):
+                send.send_nowait(late)
+                await gates.arrival(late)
+                assert states(executor)[on] == "held"
+            send.send_nowait("late 3")
+            await until(lambda: queued(executor) == [1, 0, 0])
+
     async def test_k5_each_mailbox_of_a_key_goes_to_the_next_worker_and_stays_there(self, gates: Gates) -> None:
         executor = KeyedExecutor(workers=3, throughput=1)
         async with dispatches(gates) as start:
@@ -328,6 +342,27 @@ class TestHolding:
             assert log == ["old starts", "old resumes", "fresh starts"]
             await until(lambda: states(executor) == ["idle"])
 
+    async def test_k7_runners_that_are_scheduled_when_a_thread_takes_the_worker_start_nothing(
+        self, gates: Gates
+    ) -> None:
+        executor = KeyedExecutor(workers=1)
+        started: list[int] = []
+
+        async def handler(n: int) -> None:
+            started.append(n)
+            await trio.sleep_forever()
+
+        async with dispatches(gates) as start:
+            start(executor, handler, *range(200))
+            start(executor, gates.compute, "x")
+            await gates.arrival("x")
+            before = len(started)
+            await wait_all_tasks_blocked()
+            # Twice as many runners at each pass: the thread came among the first of them, or before.
+            assert len(started) == before < 10
+            gates.open("x")
+            await until(lambda: len(started) == 200)
+
     async def test_k7_who_wakes_at_the_moment_the_worker_comes_free_goes_on_too(self, gates: Gates) -> None:
         """Also between the end of the thread and the steps of those that have waited for it."""
         executor = KeyedExecutor(workers=1)
@@ -390,6 +425,33 @@ class TestHolding:
         for lane in turns[lanes : -lanes * 3]:
             so_far[lane] += 1
             assert max(so_far.values()) - min(so_far[n] for n in range(lanes)) <= 2
+
+    async def test_k15_a_lane_whose_dispatch_ends_when_its_turn_comes_gives_it_on(self, gates: Gates) -> None:
+        executor = KeyedExecutor(workers=1)
+        handled: list[str] = []
+        scope = trio.CancelScope()
+
+        @direct
+        def fails(item: str) -> None:
+            gates.compute(item)
+            raise ValueError(item)
+
+        async def cancelled() -> None:
+            with scope:
+                async with trio.open_nursery() as nursery:
+                    for _ in range(10):
+                        run = partial(executor.dispatch, EndlessSource(["a"]), key=first, handler=lambda _: None)
+                        nursery.start_soon(run)
+
+        async with dispatches(gates) as start, trio.open_nursery() as nursery:
+            start(executor, fails, "x", on_error=lambda *_: scope.cancel())
+            await gates.arrival("x")
+            nursery.start_soon(cancelled)
+            await wait_all_tasks_blocked()
+            start(executor, handled.append, "b")
+            await wait_all_tasks_blocked()
+            gates.open("x")
+            await until(lambda: handled == ["b"])
 
     async def test_k7_a_blocking_handler_holds_no_worker(self, gates: Gates) -> None:
         executor = KeyedExecutor(workers=1)
@@ -671,6 +733,33 @@ class TestThreads:
         await executor.dispatch(ListSource(items, batch=5), key=first, handler=handler)
         assert done == {key: [n for k, n in items if k == key] for key in done}
         assert sum(map(len, done.values())) == 80
+
+    @PINS
+    async def test_k4_memory_follows_active_items(self, pin: Pin) -> None:
+        class Item:
+            def __init__(self, n: int) -> None:
+                self.n = n
+
+        def count() -> None:
+            gc.collect()
+            alive.append(sum(isinstance(each, Item) for each in gc.get_objects()))
+
+        @pin
+        def handler(item: Item) -> None:
+            if item.n == 300:
+                trio.from_thread.run_sync(count)
+            if item.n % 3 == 0:
+                raise ValueError(item)
+
+        async def items() -> AsyncIterator[Item]:
+            for n in range(310):
+                yield Item(n)
+
+        alive: list[int] = []
+        await KeyedExecutor(workers=2, max_in_flight=8).dispatch(
+            items(), key=lambda item: item, handler=handler, on_error=lambda *_: None
+        )
+        assert 0 < alive[0] <= 2 * 8
 
     @PINS
     async def test_k16_context_variables_are_the_handlers_own(self, pin: Pin) -> None:
