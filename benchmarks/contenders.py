@@ -81,7 +81,7 @@ class Batches(Generic[T]):
         self._taken = 0
 
     async def receive_batch(self, limit: int, /) -> Sequence[T]:
-        await trio.lowlevel.checkpoint()  # the contract of a source: every call is one
+        await trio.lowlevel.checkpoint_if_cancelled()  # the contract of a source that has items at hand
         batch = self._items[self._taken : self._taken + limit]
         if not batch:
             raise trio.EndOfChannel

@@ -27,7 +27,9 @@ class BatchSource(Protocol[T_co]):
         Raises:
             trio.EndOfChannel: there will be no more items.
 
-        Cancellation: a cancelled call has taken nothing. Every call is a checkpoint.
+        Cancellation: a cancelled call has taken nothing. A call that has items at hand looks for cancellation, as with
+            `trio.lowlevel.checkpoint_if_cancelled`, and had better not yield to the event loop: a dispatch does, when
+            it has no room. One pass later it may find the mailboxes of busy keys empty.
         Ownership: the returned items are the caller's; a dispatch finishes, reports or discards each of them.
         """
         ...
@@ -58,7 +60,11 @@ class ChannelSource(BatchSource[T]):
 
     async def receive_batch(self, limit: int, /) -> Sequence[T]:
         """See `BatchSource.receive_batch`."""
-        batch = [await self._channel.receive()]
+        await trio.lowlevel.checkpoint_if_cancelled()
+        try:
+            batch = [self._channel.receive_nowait()]
+        except trio.WouldBlock:
+            batch = [await self._channel.receive()]
         try:
             while len(batch) < limit:
                 batch.append(self._channel.receive_nowait())
