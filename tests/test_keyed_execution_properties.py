@@ -360,7 +360,8 @@ def check_nothing_left(executor: KeyedExecutor) -> None:
 async def finish(executor: KeyedExecutor, *jobs: Job) -> None:
     """Nothing of the jobs, which are over, is left but threads that nobody waits for, and soon not even these."""
     assert not [name for name in task_names() if name.startswith(("mailbox", "runner of"))]
-    await executor.aclose()
+    with trio.fail_after(1):
+        await executor.aclose()
     await until(lambda: all(worker.state == "idle" for worker in executor.statistics().workers))
     limiter = trio.to_thread.current_default_thread_limiter()
     await until(lambda: limiter.borrowed_tokens == 0)
@@ -471,7 +472,7 @@ def test_whatever_happens_each_item_ends_in_one_state_and_nothing_is_left(
                     if dispatch.handler == job.name and not job.disturbed:  # the window is whole again
                         assert dispatch.demand_outstanding > window - job.lot
                 job.close()
-            await until(lambda: all(job.over for job in all_jobs))
+            await until(lambda: not nursery.child_tasks)
         await finish(executor, *all_jobs)
         for job in all_jobs:
             job.check()
