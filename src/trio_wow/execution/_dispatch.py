@@ -237,13 +237,7 @@ class Dispatch(Generic[T]):
             trio.lowlevel.reschedule(self._parked)
             self._parked = None
 
-    def settle(
-        self,
-        mailbox: Mailbox[T],
-        item: T,
-        error: BaseException | None,
-        leaked: Any,
-    ) -> BaseException | None:
+    def settle(self, mailbox: Mailbox[T], item: T, error: BaseException | None, leaked: Any) -> None:
         """Take note of how the handler of an item ended, unless it just returned.
 
         Args:
@@ -252,8 +246,8 @@ class Dispatch(Generic[T]):
             error: what the handler raised.
             leaked: if the handler left a cancel scope open, the task's cancel status from before.
 
-        Returns:
-            The cancellation that interrupted the handler, for its task to raise.
+        Raises:
+            trio.Cancelled: the handler was interrupted; alone or in a group, as it came.
         """
         self.active = None
         self.finished += 1
@@ -273,7 +267,11 @@ class Dispatch(Generic[T]):
             self.halt()
         if self.finished >= self.mark:
             self.return_demand()
-        return cancelled
+        if cancelled is not None:
+            try:
+                raise cancelled
+            finally:
+                del error, cancelled, failure  # they refer to this frame
 
     def _report(self, item: T, failure: BaseException) -> None:
         if self._on_error is None or not isinstance(failure, Exception):

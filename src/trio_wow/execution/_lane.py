@@ -205,6 +205,7 @@ class Lane:
         owner = False  # whether this task has become a mailbox's own
         mailbox: Mailbox[Any] | None = None
         turn = passed = 0
+        raised: BaseException | None = None
         try:
             if self._workers.held(due, perf_counter()) >= PASS_SECONDS:
                 await self._pause()
@@ -220,7 +221,7 @@ class Lane:
 
                 item = mailbox.popleft()
                 task.context = context = base.copy()
-                raised: BaseException | None = None
+                raised = None
                 if is_async:
                     waits = False
                     work: Any = None
@@ -268,13 +269,7 @@ class Lane:
                         dispatch.return_demand()
                 else:
                     leaked = task._cancel_status is not status
-                    cancelled = dispatch.settle(mailbox, item, raised, status if leaked else None)
-                    raised = None
-                    if cancelled is not None:
-                        try:
-                            raise cancelled
-                        finally:
-                            del cancelled  # it refers to this frame
+                    dispatch.settle(mailbox, item, raised, status if leaked else None)
                     if leaked:
                         return  # and the scope goes with the task
                     dispatch.active = mailbox
@@ -306,6 +301,7 @@ class Lane:
                             return
                         dispatch.active = mailbox
         finally:
+            raised = None  # it refers to this frame
             dispatch.active = None
             if mailbox is not None and not mailbox:
                 self._leave(None, owner=owner)
@@ -329,6 +325,7 @@ class Lane:
             self._wake()
         current_task().name = mailbox.name
         abandoned = False
+        raised: BaseException | None = None
         try:
             for _ in range(min(dispatch.throughput, len(mailbox))):
                 try:
@@ -337,7 +334,7 @@ class Lane:
                     dispatch.halt()
                     raise
                 item = mailbox.popleft()
-                raised: BaseException | None = None
+                raised = None
                 mailbox.running = True
                 call = threads.prepare(mailbox, item, partial(worker.release, mailbox))
                 try:
@@ -346,16 +343,11 @@ class Lane:
                     raised = error
                 mailbox.running = False
                 abandoned = call.abandoned
-                cancelled = dispatch.settle(mailbox, item, raised, None)
-                raised = None
-                if cancelled is not None:
-                    try:
-                        raise cancelled
-                    finally:
-                        del cancelled  # it refers to this frame
+                dispatch.settle(mailbox, item, raised, None)
                 if not mailbox:  # a failure has discarded the rest
                     break
         finally:
+            raised = None  # it refers to this frame
             if mailbox:
                 self.put(mailbox)
             if abandoned:
