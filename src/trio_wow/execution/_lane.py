@@ -64,6 +64,7 @@ def _rest(handling: Generator[Any, Any, None], trap: object, worker: Worker | No
         except BaseException as error:  # such as Trio's complaint about an awaitable that is not its own
             step, value = handling.throw, error
         else:
+            # Not `taken`: beside mailboxes that have just been let go, this one is another.
             if worker is not None and worker.holder is not None:
                 yield from worker.wait_free()
         try:

@@ -130,13 +130,11 @@ class Worker:
                 return
 
     async def wait_free(self) -> None:
-        """Wait, with a mailbox's task, until no thread holds the worker, or the thread has been abandoned.
-
-        Called when the worker is taken. If that is only for those that were let go, this mailbox is one of them.
+        """Wait, with a mailbox's task, until the thread that holds the worker ends or is abandoned.
 
         Cancellation: returns at once. The task's next checkpoint raises, so that what it was woken for is not lost.
         """
-        if self.holder is None or self.abandoned:
+        if self.abandoned:
             return
         task = trio.lowlevel.current_task()
         self._resuming[task] = None
