@@ -98,7 +98,6 @@ class Dispatch(Generic[T]):
         """How many items are asked of the source and not yet given; below zero, the window's overdraft."""
         return self.max_in_flight + self.returned - self.accepted
 
-    @enable_ki_protection
     async def run(self) -> None:
         """Run until the source has ended and every item has finished; see `KeyedExecutor.dispatch`."""
         cancelled: BaseException | None = None
@@ -201,9 +200,8 @@ class Dispatch(Generic[T]):
         key_of, mailboxes, lanes, choose = self._key, self.mailboxes, self._lanes, self._workers.choose
         rest = iter(items)
         if not self._halted:
-            item = items[0]
-            try:
-                for item in rest:
+            for item in rest:
+                try:
                     key = key_of(item)
                     mailbox = mailboxes.get(key)
                     if mailbox is None:
@@ -213,9 +211,10 @@ class Dispatch(Generic[T]):
                         lanes[choose().index].put(mailbox)
                     else:
                         mailbox.append(item)
-            except BaseException as error:
-                self._fail(error)
-                self._discard(item)
+                except BaseException as error:
+                    self._fail(error)
+                    self._discard(item)
+                    break
         if self._halted:  # by now, or by `key`
             self._discard_queued()
             for item in rest:
