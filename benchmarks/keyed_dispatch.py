@@ -35,6 +35,7 @@ from attrs import asdict, frozen
 
 import executor_limits
 from contenders import CONTENDERS, WINDOW, Contender, Item, Load
+from trio_wow.execution import KeyedExecutor
 
 BASELINE = "asyncio-deque"
 KEYS = (1, 100, 10_000)  # and one for each item
@@ -261,10 +262,9 @@ def measure_ticker(items: int) -> list[executor_limits.Lateness]:
 
 def machine() -> dict[str, Any]:
     """Return the facts that figures depend on."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "cores": os.cpu_count(),
-        "usable_cores": usable,
+        "usable_cores": len(KeyedExecutor().statistics().workers),
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "trio": trio.__version__,
         "trio_wow": version("trio-wow"),
