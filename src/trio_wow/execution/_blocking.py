@@ -162,7 +162,7 @@ def _add_audit_hook() -> None:
     sys.addaudithook(_audit)
 
 
-def _audit(event: str, arguments: tuple[Any, ...]) -> None:  # noqa: ARG001 - Python calls it with both
+def _audit(event: str, _arguments: tuple[Any, ...]) -> None:
     if _live and event in _EVENTS:
         guard = _guard_here()
         if guard is not None:
