@@ -441,7 +441,8 @@ sys.exit(replay.main(sys.argv[1:]))
         connection = sqlite3.connect(store, isolation_level=None)
         connection.execute(
             "UPDATE wow_streams SET data = CAST(replace(CAST(data AS TEXT), 'FlightLogged', 'FlightNoted') AS BLOB) "
-            "WHERE position = 500"
+            "WHERE position = (SELECT min(position) FROM wow_streams "
+            "WHERE position >= 500 AND CAST(data AS TEXT) LIKE '%FlightLogged%')"  # others are of work orders
         )
         connection.close()
         done = run(data, "--store", store)
