@@ -12,6 +12,21 @@ from typing import Any, Self
 import trio
 
 
+def itself(item: Any) -> Any:
+    """A key function."""
+    return item
+
+
+def first(item: Sequence[Any]) -> Any:
+    """A key function."""
+    return item[0]
+
+
+async def forever(_item: object) -> None:
+    """A handler that waits until it is cancelled."""
+    await trio.sleep_forever()
+
+
 class ListSource:
     """A `BatchSource` over a list, which records each limit it was asked with."""
 

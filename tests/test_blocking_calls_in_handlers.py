@@ -8,19 +8,14 @@ import time
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import trio
-from support import EndlessSource, ListSource
+from support import EndlessSource, ListSource, itself
 from trio.testing import wait_all_tasks_blocked
 
 from trio_wow.errors import BlockingCallError, BlockingCallWarning
 from trio_wow.execution import KeyedExecutor, blocking, direct
-
-
-def itself(item: Any) -> Any:
-    return item
 
 
 def connect() -> None:

@@ -4,7 +4,7 @@ import contextvars
 import gc
 import random
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,23 +13,11 @@ import trio
 import trio.lowlevel
 from hypothesis import given
 from hypothesis import strategies as st
-from support import EndlessSource, ListSource, a_cancelled, task_names
+from support import EndlessSource, ListSource, a_cancelled, first, forever, itself, task_names
 from trio.testing import wait_all_tasks_blocked
 
 from trio_wow.errors import CancelScopeLeakError, ExecutorClosedError
 from trio_wow.execution import KeyedExecutor
-
-
-def first(item: Sequence[Any]) -> Any:
-    return item[0]
-
-
-def itself(item: Any) -> Any:
-    return item
-
-
-async def forever(item: object) -> None:
-    await trio.sleep_forever()
 
 
 class TestOrder:

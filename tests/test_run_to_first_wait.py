@@ -9,15 +9,11 @@ from typing import Any
 
 import pytest
 import trio
-from support import EndlessSource, ListSource, task_names
+from support import EndlessSource, ListSource, itself, task_names
 from trio.testing import wait_all_tasks_blocked
 
 from trio_wow.errors import CancelScopeLeakError
 from trio_wow.execution import KeyedExecutor
-
-
-def itself(item: Any) -> Any:
-    return item
 
 
 class Passes(trio.abc.Instrument):

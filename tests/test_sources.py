@@ -2,22 +2,14 @@
 
 from collections.abc import AsyncIterator
 from functools import partial
-from typing import Any
 
 import pytest
 import trio
+from support import forever, itself
 from trio.testing import wait_all_tasks_blocked
 
 from trio_wow.errors import ExecutorClosedError
 from trio_wow.execution import KeyedExecutor
-
-
-def itself(item: Any) -> Any:
-    return item
-
-
-async def forever(item: object) -> None:
-    await trio.sleep_forever()
 
 
 class Steps(trio.abc.Instrument):

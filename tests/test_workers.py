@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 import pytest
 import trio
 import trio.testing
-from support import EndlessSource, ListSource, a_cancelled, collect, task_names
+from support import EndlessSource, ListSource, a_cancelled, collect, first, task_names
 from trio.testing import wait_all_tasks_blocked
 
 from trio_wow.errors import ExecutorClosedError
@@ -124,10 +124,6 @@ def states(executor: KeyedExecutor) -> list[str]:
 
 def queued(executor: KeyedExecutor) -> list[int]:
     return [worker.mailboxes_queued for worker in executor.statistics().workers]
-
-
-def first(item: Sequence[Any]) -> Any:
-    return item[0]
 
 
 class TestChoice:
