@@ -292,6 +292,8 @@ class Dispatch(Generic[T]):
             return
         self._halted = True
         self._scope.cancel()
+        for worker in self._workers.all:
+            worker.halt()
         self._discard_queued()
 
     def _discard_queued(self) -> None:

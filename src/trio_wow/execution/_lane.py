@@ -48,13 +48,16 @@ def run_async(work: Any, _mailbox: Mailbox[Any]) -> Generator[Any, Any, None]:
 
 
 @coroutine
-def _rest(handling: Generator[Any, Any, None], trap: object, worker: Worker | None) -> Generator[Any, Any, None]:
+def _rest(
+    handling: Generator[Any, Any, None], trap: object, worker: Worker | None, outside: Any
+) -> Generator[Any, Any, None]:
     """Await the rest of a handler.
 
     Args:
         handling: its steps; it has stopped at its first wait.
         trap: what it asked of the event loop there.
         worker: whom to take again before each further step, if any.
+        outside: the cancel status of the task outside the handler's own scopes.
     """
     while True:
         step: Callable[[Any], object] = handling.send
@@ -66,7 +69,7 @@ def _rest(handling: Generator[Any, Any, None], trap: object, worker: Worker | No
         else:
             # Not `taken`: beside mailboxes that have just been let go, this one is another.
             if worker is not None and worker.holder is not None:
-                yield from worker.wait_free()
+                yield from worker.wait_free(outside)
         try:
             trap = step(value)
         except StopIteration:
@@ -247,7 +250,7 @@ class Lane:
                             self._follow()
                         mailbox.running = True
                         try:
-                            await _rest(handling, trap, taken_again)
+                            await _rest(handling, trap, taken_again, status)
                         except BaseException as error:
                             raised = error
                         mailbox.running = False

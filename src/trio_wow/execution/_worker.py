@@ -21,6 +21,11 @@ class _Lane(Protocol):
     def start_runners(self, count: int) -> None: ...
 
 
+class _CancelStatus(Protocol):
+    @property
+    def effectively_cancelled(self) -> bool: ...
+
+
 class Worker:
     """A slot of capacity. A mailbox computes while its worker is not held by another one's thread.
 
@@ -64,7 +69,8 @@ class Worker:
         self.starting: _Lane | None = None
         self.abandoned = False
         self.lanes: deque[_Lane] = deque()
-        self._resuming: dict[trio.lowlevel.Task, None] = {}
+        # With what is outside its handler, if one of the handler's own scopes has cancelled it.
+        self._resuming: dict[trio.lowlevel.Task, _CancelStatus | None] = {}
         self._let_go: set[trio.lowlevel.Task] = set()
 
     def __repr__(self) -> str:
@@ -105,9 +111,21 @@ class Worker:
         handlers keeps them from knowing.
         """
         self.abandoned = True
-        for task in self._resuming:
-            trio.lowlevel.reschedule(task)
-        self._resuming.clear()
+        for task in list(self._resuming):
+            self._go_on(task)
+
+    def halt(self) -> None:
+        """Let go on without the worker who has been cancelled by a scope of its own and is by its dispatch now.
+
+        Trio tells a task that waits of the first one only.
+        """
+        for task, outside in list(self._resuming.items()):
+            if outside is not None and outside.effectively_cancelled:
+                self._go_on(task)
+
+    def _go_on(self, task: trio.lowlevel.Task) -> None:
+        del self._resuming[task]
+        trio.lowlevel.reschedule(task)
 
     def line_up(self, lane: _Lane) -> None:
         """Let a lane wait for the worker, behind those that wait already."""
@@ -129,22 +147,25 @@ class Worker:
                 lane.start_runners(1)
                 return
 
-    async def wait_free(self) -> None:
+    async def wait_free(self, outside: _CancelStatus) -> None:
         """Wait, with a mailbox's task, until the thread that holds the worker ends or is abandoned.
 
-        Cancellation: returns at once. The task's next checkpoint raises, so that what it was woken for is not lost.
+        Cancellation: of what is `outside` the handler, returns at once. The task's next checkpoint raises, so that
+        what it was woken for is not lost. Of the handler's own scopes, which `trio.sleep` ends with too: it waits on.
         """
         if self.abandoned:
             return
         task = trio.lowlevel.current_task()
         self._resuming[task] = None
 
-        def go_on(_: object) -> trio.lowlevel.Abort:
-            del self._resuming[task]
-            trio.lowlevel.reschedule(task)
+        def interrupt(_: object) -> trio.lowlevel.Abort:
+            if outside.effectively_cancelled:
+                self._go_on(task)
+            else:
+                self._resuming[task] = outside
             return trio.lowlevel.Abort.FAILED
 
-        await trio.lowlevel.wait_task_rescheduled(go_on)
+        await trio.lowlevel.wait_task_rescheduled(interrupt)
         if task in self._let_go:
             self._let_go.remove(task)
             if not self._let_go:
