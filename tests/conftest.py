@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from thread_support import Gates
 
 from trio_wow import KeyedExecutor
 
@@ -25,3 +26,11 @@ def blocking_calls_are_refused() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(defaults, "blocking_calls", "raise")
         yield
+
+
+@pytest.fixture
+def gates() -> Iterator[Gates]:
+    """Threads that stay until the test lets them go, or ends."""
+    gates = Gates()
+    yield gates
+    gates.open_all()

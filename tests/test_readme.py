@@ -1,4 +1,4 @@
-"""What the README shows, as it stands."""
+"""What the README shows, as it stands, and what the docs must say."""
 
 import re
 import signal
@@ -47,3 +47,17 @@ def test_the_executor_without_aggregates_runs_and_has_at_most_10_lines() -> None
 @pytest.mark.parametrize("link", re.findall(r"\]\(([^)#:]+\.md)\)", README))
 def test_links_lead_somewhere(link: str) -> None:
     assert (ROOT / link).exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "an aggregate ID bound to a worker or a thread",
+        "order across dispatchers, runtimes, partitions or services",
+        "declaration order of several functions that handle one event",
+        "anything that replaces the version check of the store, or idempotent side effects",
+    ],
+)
+def test_k12_the_docs_say_what_is_not_promised(words: str) -> None:
+    not_promised = (ROOT / "docs/concepts.md").read_text().partition("Not promised:")[2].partition("\n## ")[0]
+    assert f"- {words}" in not_promised
