@@ -375,7 +375,7 @@ class TestHolding:
                     scope.cancel()
             assert gates.inside == ["a"]
             assert isinstance(waiting[0], trio.Cancelled)
-            assert discarded == ["b2"]
+            assert sorted(discarded) == ["b1", "b2"]
             start(executor, gates.wait, "c")
             gates.open("a")
             await gates.arrival("c")
@@ -436,7 +436,7 @@ class TestHolding:
                         await wait_all_tasks_blocked()
                     source_goes_on.set()
         assert gates.arrived == running
-        assert ("a2" in discarded) == (pin == "compute"), "it is interrupted if it waited for Trio's limiter"
+        assert "a2" in discarded
 
     @pytest.mark.parametrize("pin", ["compute", "wait"])
     @pytest.mark.parametrize("forced", [False, True])

@@ -307,6 +307,9 @@ class Dispatch(Generic[T]):
     def _discard(self, item: T) -> None:
         self.finished += 1
         self._lost = True
+        self._hand_back(item)
+
+    def _hand_back(self, item: T) -> None:
         if self._on_discard is not None:
             try:
                 self._on_discard(item)
@@ -316,4 +319,4 @@ class Dispatch(Generic[T]):
     @enable_ki_protection
     async def _call_blocking(self, item: T) -> None:
         # A runner enters each handler, and says first whose it is.
-        await self.threads.call_blocking(cast("Mailbox[T]", self.active), item)
+        await self.threads.call_blocking(cast("Mailbox[T]", self.active), item, self._hand_back)

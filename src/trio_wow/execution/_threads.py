@@ -25,7 +25,9 @@ def direct(function: F) -> F:
     """Pin a plain handler to a worker thread: it runs off the event loop and holds its worker meanwhile.
 
     For handlers that compute, in C code that releases the GIL or on a free-threaded interpreter: at most `workers` of
-    them run at once, over all dispatches of the executor. Source documents: seeds 002 and 004.
+    them run at once, over all dispatches of the executor. A cancelled dispatch waits for them; they do not hear of it
+    before a forced stop, from when on `trio.from_thread.check_cancelled` raises. Such a handler must not wait for another
+    item of its executor, which may be queued behind it. Source documents: seeds 002 and 004.
 
     Returns:
         The function itself, marked.
@@ -40,7 +42,9 @@ def blocking(function: F) -> F:
     """Pin a plain handler to a Trio thread: it runs off the event loop and holds no worker.
 
     For handlers that block on I/O. How many run at once is for Trio's default thread limiter to say
-    (`trio.to_thread.current_default_thread_limiter`, 40 threads).
+    (`trio.to_thread.current_default_thread_limiter`, 40 threads). An item that is cancelled while it waits for a thread
+    is discarded. A thread is waited for; it does not hear of a cancellation before a forced stop, from when on
+    `trio.from_thread.check_cancelled` raises.
 
     Returns:
         The function itself, marked.
@@ -208,19 +212,27 @@ class Threads:
         """Prepare a call; `ended` is told if its thread is abandoned and ends later."""
         return ThreadCall(self, mailbox, item, ended)
 
-    async def call_blocking(self, mailbox: Mailbox[Any], item: object) -> None:
+    async def call_blocking(self, mailbox: Mailbox[Any], item: Any, discard: Callable[[Any], object]) -> None:
         """Call the function in a thread that counts against Trio's default thread limiter.
 
-        Cancellation: until the thread starts, at once.
+        Cancellation: until the thread starts, at once; the item goes to `discard`.
         """
         limiter = trio.to_thread.current_default_thread_limiter()
         borrower = object()
         release = partial(limiter.release_on_behalf_of, borrower)
-        await limiter.acquire_on_behalf_of(borrower)
+        try:
+            await limiter.acquire_on_behalf_of(borrower)
+        except trio.Cancelled:
+            discard(item)
+            raise
         call = self.prepare(mailbox, item, release)
         try:
-            # The limiter does not look once it has given a token, and a call in a thread is shielded from its start.
-            await trio.lowlevel.checkpoint_if_cancelled()
+            try:
+                # The limiter does not look once it has given a token, and a call is shielded from its start.
+                await trio.lowlevel.checkpoint_if_cancelled()
+            except trio.Cancelled:
+                discard(item)
+                raise
             await call.run()
         finally:
             if not call.abandoned:
