@@ -26,8 +26,8 @@ def direct(function: F) -> F:
 
     For handlers that compute, in C code that releases the GIL or on a free-threaded interpreter: at most `workers` of
     them run at once, over all dispatches of the executor. A cancelled dispatch waits for them; they do not hear of it
-    before a forced stop, from when on `trio.from_thread.check_cancelled` raises. Such a handler must not wait for another
-    item of its executor, which may be queued behind it. Source documents: seeds 002 and 004.
+    before a forced stop, from when on `trio.from_thread.check_cancelled` raises. Such a handler must not wait for
+    another item of its executor, which may be queued behind it. Source documents: seeds 002 and 004.
 
     Returns:
         The function itself, marked.
