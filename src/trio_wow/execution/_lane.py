@@ -177,7 +177,7 @@ class Lane:
     def _hold(self) -> tuple[int, float]:
         """Return how many items, and until when, a task may go on before other tasks get the event loop."""
         runners = self._workers.runners or 1
-        return max(1, HOLD_ITEMS // runners), self._dispatch.perf_counter() + HOLD_SECONDS / runners
+        return HOLD_ITEMS // runners or 1, self._dispatch.perf_counter() + HOLD_SECONDS / runners
 
     async def _pause(self) -> None:
         """Let other tasks run until the runners of a pass have not yet held the event loop for long."""
@@ -256,7 +256,8 @@ class Lane:
                         mailbox.running = False
                         dispatch.active = mailbox
                         turn = passed = 0
-                        limit, deadline = self._hold()
+                        if mailbox:
+                            limit, deadline = self._hold()
                         if worker.holder is not None:  # the handler went on without it: cancelled, or `@blocking`
                             limit = 0
                 else:
@@ -280,7 +281,7 @@ class Lane:
 
                 turn += 1
                 passed += 1
-                pause = passed >= limit or perf_counter() >= deadline
+                alone = False
                 if not mailbox:
                     del mailboxes[mailbox.key]
                     mailbox = None
@@ -294,8 +295,8 @@ class Lane:
                         if owner:
                             return
                     else:
-                        pause = True
-                if pause and (mailbox is not None or queue):
+                        alone = True
+                if (mailbox is not None or queue) and (alone or passed >= limit or perf_counter() >= deadline):
                     dispatch.active = None
                     await self._pause()
                     limit, deadline = self._hold()
