@@ -13,7 +13,6 @@ from cattrs.preconf.orjson import make_converter
 from trio_wow.domain import (
     AggregateModel,
     Domain,
-    EventFunction,
     ProcessorKind,
     aggregate,
     aggregate_model,
@@ -90,6 +89,10 @@ class Account:
 ACCOUNT = aggregate_model(Account)
 
 
+def decide(model: AggregateModel, state: object, command: object) -> Any:
+    return model.command_function(type(command)).call(state, command)
+
+
 class TestAggregateModel:
     def test_knows_class_names_commands_and_events(self) -> None:
         assert isinstance(ACCOUNT, AggregateModel)
@@ -126,15 +129,15 @@ class TestAggregateModel:
         assert ACCOUNT.new_state("A") is not ACCOUNT.new_state("A")
 
     def test_command_is_decided_by_its_function(self) -> None:
-        assert ACCOUNT.decide(Account("A"), Open("A", 5.0)) == Opened(5.0)
+        assert decide(ACCOUNT, Account("A"), Open("A", 5.0)) == Opened(5.0)
 
     async def test_async_decision_is_awaited_by_the_caller(self) -> None:
-        decided: Any = ACCOUNT.decide(Account("A"), Close("A"))
+        decided: Any = decide(ACCOUNT, Account("A"), Close("A"))
         assert ACCOUNT.events_of(Close("A"), await decided) == (Closed(),)
 
     def test_unknown_command_is_a_key_error(self) -> None:
         with pytest.raises(KeyError):
-            ACCOUNT.decide(Account("A"), Opened(1.0))
+            decide(ACCOUNT, Account("A"), Opened(1.0))
 
     def test_command_of_a_subclass_is_another_command(self) -> None:
         @frozen
@@ -142,7 +145,7 @@ class TestAggregateModel:
             pass
 
         with pytest.raises(KeyError):
-            ACCOUNT.decide(Account("A"), OpenSpecial("A"))
+            decide(ACCOUNT, Account("A"), OpenSpecial("A"))
 
     @pytest.mark.parametrize(
         ("decided", "events"),
@@ -206,7 +209,7 @@ class TestAggregateModel:
         model = aggregate_model(Savings)
         assert model.commands == (Open, Close, Freeze)
         assert model.events == (Opened, Closed)
-        assert model.decide(Savings("A"), Open("A", 2.0)) == Opened(4.0)
+        assert decide(model, Savings("A"), Open("A", 2.0)) == Opened(4.0)
         assert ACCOUNT.commands == (Open, Close)
 
     def test_wrapped_function_keeps_its_message(self) -> None:
@@ -218,7 +221,7 @@ class TestAggregateModel:
             return wrapper
 
         model = aggregate_model(built("Account", handle=doubled(deciding(Open, Opened(3.0)))))
-        assert model.decide(Account("A"), Open("A")) == Opened(6.0)
+        assert decide(model, Account("A"), Open("A")) == Opened(6.0)
 
     def test_wrapper_of_another_module_keeps_its_message(self) -> None:
         """A text annotation is resolved where the function stands, not where its wrapper does."""
@@ -227,7 +230,7 @@ class TestAggregateModel:
         exec("def wrapper(*arguments): return function(*arguments)", scope)
         model = aggregate_model(built("Account", handle=on_command(wraps(function)(scope["wrapper"]))))
         assert model.commands == (Open,)
-        assert model.decide(Account("A"), Open("A")) == Opened(3.0)
+        assert decide(model, Account("A"), Open("A")) == Opened(3.0)
 
     def test_annotation_may_be_text_or_annotated(self) -> None:
         model = aggregate_model(built("Account", one=deciding("Open"), two=deciding(Annotated[Close, "really"])))
@@ -277,7 +280,6 @@ class Parcel(Generic[T]):
 
 
 UNUSABLE = [
-    pytest.param(Open | Close, "must name one message class", id="union"),
     pytest.param(Open | None, "must name one message class", id="optional"),
     pytest.param(list[Open], "must name one message class", id="list"),
     pytest.param(type[Open], "must name one message class", id="type"),
@@ -326,15 +328,17 @@ class TestDecoratorErrors:
         assert decorated(mark, function).__name__ == "Account"
 
     @MARKS
-    @pytest.mark.parametrize("count", [0, 2])
-    def test_other_number_of_parameters(self, mark: Callable[..., Any], count: int) -> None:
+    def test_no_parameter(self, mark: Callable[..., Any]) -> None:
         def none(self: object) -> None: ...
 
+        with pytest.raises(TypeError, match=r"Account\.wrong must take self and a message"):
+            decorated(mark, none)
+
+    def test_a_sourcing_function_takes_nothing_but_its_event(self) -> None:
         def two(self: object, message: Opened, extra: int = 0) -> None: ...
 
-        functions: list[Callable[..., Any]] = [none, none, two]
-        with pytest.raises(TypeError, match=rf"Account\.wrong must take self and one message, not {count} further"):
-            decorated(mark, functions[count])
+        with pytest.raises(TypeError, match=r"Account\.wrong must take self and one event, and nothing else"):
+            decorated(on_sourcing, two)
 
     @MARKS
     @pytest.mark.parametrize("kind", ["keyword-only", "variable", "keywords"])
@@ -503,6 +507,10 @@ class Balances:
             projection(Silent)
 
 
+def functions_of(processor: object) -> tuple[tuple[str, tuple[type, ...], bool], ...]:
+    return tuple((each.name, each.handles, each.takes_envelope) for each in processor_model(processor).event_functions)
+
+
 class TestProcessorModel:
     @pytest.mark.parametrize(
         ("decorator", "kind"),
@@ -516,10 +524,10 @@ class TestProcessorModel:
         assert kind.value == decorator.__name__
 
     def test_functions_stand_in_the_order_of_their_definition(self) -> None:
-        assert processor_model(Balances()).event_functions == (
-            EventFunction("opened", Opened, takes_envelope=False),
-            EventFunction("closed", Closed, takes_envelope=True),
-            EventFunction("opened_again", Opened, takes_envelope=True),
+        assert functions_of(Balances()) == (
+            ("opened", (Opened,), False),
+            ("closed", (Closed,), True),
+            ("opened_again", (Opened,), True),
         )
 
     def test_subclass_inherits_and_overrides_functions(self) -> None:
@@ -531,11 +539,11 @@ class TestProcessorModel:
             @on_event
             def unsourced(self, event: Unsourced) -> None: ...
 
-        assert processor_model(More()).event_functions == (
-            EventFunction("opened", Opened, takes_envelope=True),
-            EventFunction("closed", Closed, takes_envelope=True),
-            EventFunction("opened_again", Opened, takes_envelope=True),
-            EventFunction("unsourced", Unsourced, takes_envelope=False),
+        assert functions_of(More()) == (
+            ("opened", (Opened,), True),
+            ("closed", (Closed,), True),
+            ("opened_again", (Opened,), True),
+            ("unsourced", (Unsourced,), False),
         )
 
     def test_subclass_is_no_processor_until_it_is_decorated(self) -> None:
@@ -565,7 +573,7 @@ class TestProcessorModel:
         ):
             projection(type("Mailer", (), {"wrong": on_event(taking(DomainEvent))}))
 
-    @pytest.mark.parametrize("inner", [Opened | Closed, object, Any, T, list[Opened], DomainEvent[Opened]], ids=str)
+    @pytest.mark.parametrize("inner", [object, Any, T, list[Opened], DomainEvent[Opened]], ids=str)
     def test_envelope_around_no_single_class_is_refused(self, inner: Any) -> None:
         with pytest.raises(TypeError, match=r"Mailer\.wrong.*must name one message class"):
             projection(type("Mailer", (), {"wrong": on_event(taking(DomainEvent[inner]))}))

@@ -14,11 +14,11 @@ from trio_wow.dispatch import EventDispatcher as EventDispatcher
 from trio_wow.dispatch import ProjectionDispatcher as ProjectionDispatcher
 from trio_wow.dispatch import SagaDispatcher as SagaDispatcher
 from trio_wow.dispatch import SnapshotDispatcher as SnapshotDispatcher
-from trio_wow.dispatch import StateEventDispatcher as StateEventDispatcher
 from trio_wow.domain import Domain as Domain
 from trio_wow.domain import aggregate as aggregate
 from trio_wow.domain import event_processor as event_processor
 from trio_wow.domain import on_command as on_command
+from trio_wow.domain import on_error as on_error
 from trio_wow.domain import on_event as on_event
 from trio_wow.domain import on_sourcing as on_sourcing
 from trio_wow.domain import on_state_event as on_state_event
@@ -32,6 +32,7 @@ from trio_wow.gateway import CommandGateway as CommandGateway
 from trio_wow.messages import AggregateId as AggregateId
 from trio_wow.messages import CommandResult as CommandResult
 from trio_wow.messages import DomainEvent as DomainEvent
+from trio_wow.messages import Headers as Headers
 from trio_wow.messages import Stage as Stage
 from trio_wow.messages import StateEvent as StateEvent
 from trio_wow.runtime import Runtime as Runtime
@@ -46,6 +47,7 @@ __all__ = [
     "Domain",
     "DomainEvent",
     "EventDispatcher",
+    "Headers",
     "InMemoryCommandBus",
     "InMemoryDomainEventBus",
     "InMemoryEventStore",
@@ -58,11 +60,11 @@ __all__ = [
     "SnapshotDispatcher",
     "Stage",
     "StateEvent",
-    "StateEventDispatcher",
     "WowError",
     "aggregate",
     "event_processor",
     "on_command",
+    "on_error",
     "on_event",
     "on_sourcing",
     "on_state_event",

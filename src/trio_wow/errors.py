@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 
 __all__ = [
     "AdmissionClosedError",
+    "AggregateExistsError",
+    "AggregateNotFoundError",
     "AggregateNotReadableError",
     "AggregateVersionError",
     "AppendOutcomeUnknownError",
@@ -16,7 +18,9 @@ __all__ = [
     "ConfigurationError",
     "DuplicateRequestIdError",
     "ExecutorClosedError",
+    "ExpectedVersionError",
     "HandlerExitError",
+    "HopLimitError",
     "InvalidIdentifierError",
     "NoSubscriberError",
     "RuntimeStateError",
@@ -295,7 +299,10 @@ class VersionConflictError(WowError):
         aggregate_id: the aggregate.
         expected: the version that the writer had loaded.
         actual: the version in the store.
+        retryable: true.
     """
+
+    retryable = True
 
     def __init__(self, aggregate_id: object, expected: int, actual: int) -> None:
         super().__init__(f"{aggregate_id} is at version {actual}, not {expected}: another writer was first")
@@ -404,6 +411,67 @@ class AggregateVersionError(WowError):
         self.last = last
 
 
+class AggregateNotFoundError(WowError):
+    """A command is for an aggregate that must exist, and nothing has happened to it yet. Nothing was stored.
+
+    Attributes:
+        aggregate_id: the aggregate.
+    """
+
+    def __init__(self, aggregate_id: object) -> None:
+        super().__init__(f"{aggregate_id} does not exist: nothing has happened to it; check the ID, or create it first")
+        self.aggregate_id = aggregate_id
+
+
+class AggregateExistsError(WowError):
+    """A command is for a new aggregate, and something has happened to this one. Nothing was stored.
+
+    Attributes:
+        aggregate_id: the aggregate.
+        version: the version that it has reached.
+    """
+
+    def __init__(self, aggregate_id: object, version: int) -> None:
+        super().__init__(f"{aggregate_id} exists already, at version {version}; choose another ID")
+        self.aggregate_id = aggregate_id
+        self.version = version
+
+
+class ExpectedVersionError(WowError):
+    """A command expects its aggregate at another version. Nothing was stored; look at the aggregate and decide anew.
+
+    Attributes:
+        aggregate_id: the aggregate.
+        expected: the version that the command names.
+        actual: the version that the aggregate has reached.
+    """
+
+    def __init__(self, aggregate_id: object, expected: int, actual: int) -> None:
+        super().__init__(f"{aggregate_id} is at version {actual}, and the command expects {expected}")
+        self.aggregate_id = aggregate_id
+        self.expected = expected
+        self.actual = actual
+
+
+class HopLimitError(WowError):
+    """A saga would send a command as one link too many of a chain of events and commands. It was not sent.
+
+    A saga that answers its own command's event feeds itself for ever. Break the circle, or raise `max_hops`.
+
+    Attributes:
+        aggregate_id: the aggregate whose event was to be answered.
+        max_hops: how many links a chain may have.
+    """
+
+    def __init__(self, aggregate_id: object, max_hops: int) -> None:
+        super().__init__(
+            f"an event of {aggregate_id} is link {max_hops} of a chain of sagas' commands, which may have no more; "
+            "break the circle, or raise max_hops"
+        )
+        self.aggregate_id = aggregate_id
+        self.max_hops = max_hops
+
+
 class TenantMismatchError(WowError):
     """A command names another tenant than the one that owns the aggregate. Nothing was stored.
 
@@ -461,12 +529,14 @@ class CommandFailedError(WowError):
     Attributes:
         code: the error's code, by default the name of the class that was raised.
         text: the error's text.
+        retryable: whether nothing was decided, so that the same command may still succeed.
     """
 
-    def __init__(self, code: str, text: str) -> None:
+    def __init__(self, code: str, text: str, *, retryable: bool = False) -> None:
         super().__init__(f"{code}: {text}")
         self.code = code
         self.text = text
+        self.retryable = retryable
 
 
 class WaitTimeoutError(WowError):

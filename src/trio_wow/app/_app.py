@@ -1,7 +1,8 @@
 """The assembly of one application."""
 
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
+from typing import Any
 
 import trio
 
@@ -12,10 +13,15 @@ from trio_wow.dispatch import (
     CommandDispatcher,
     CommandResults,
     EventDispatcher,
+    Filter,
+    FilterChain,
+    FunctionRegistry,
     ProjectionDispatcher,
+    Retry,
     SagaDispatcher,
     SnapshotDispatcher,
-    StateEventDispatcher,
+    StageNotifier,
+    conflict_retry,
 )
 from trio_wow.domain import Domain, ProcessorKind, processor_model
 from trio_wow.errors import RuntimeStateError
@@ -23,8 +29,10 @@ from trio_wow.eventsourcing import (
     AggregateRepository,
     CheckpointStore,
     EventStore,
+    FailureRecorder,
     InMemoryEventStore,
     InMemorySnapshotStore,
+    LoggingFailureRecorder,
     SnapshotStore,
 )
 from trio_wow.execution import KeyedExecutor
@@ -48,6 +56,13 @@ class App:
         store: where events are kept; by default in memory. One that is a `SnapshotStore` keeps the snapshots too, one
             that is a `CheckpointStore` the checkpoints, and one that is a `RuntimeComponent` is opened when a runtime
             starts and closed when it stops. It is the caller's, and outlives the runtimes.
+        services: what a function gets for a parameter that is annotated with a class; by that class.
+        filters: around each message as a whole, in every dispatcher; see `FilterChain`.
+        function_filters: around each attempt to call a function, in every dispatcher.
+        command_retry: tries a command again when another writer was first; by default `conflict_retry()`.
+        event_retry: tries functions of processors again; by default `Retry()`.
+        failures: is told of functions of processors that have failed for good; by default a `LoggingFailureRecorder`.
+        max_hops: how many of sagas' commands may follow one another; a positive int.
         settings: of its runtimes; `None` for what `load_settings` finds in the environment and in a file when the first
             runtime is made. `trio-wow run` reads neither where they are given: only its options go before them.
 
@@ -56,6 +71,9 @@ class App:
         store: the event store.
         has_own_settings: whether its program gave it the settings.
         repository: loads aggregates.
+        filters: as given.
+        function_filters: as given.
+        failures: is told of functions that have failed for good.
         gateway: sends commands to the runtime that is running.
 
     Raises:
@@ -69,6 +87,13 @@ class App:
         processors: Iterable[object] = (),
         *,
         store: EventStore | None = None,
+        services: Mapping[type, object] | None = None,
+        filters: Iterable[Filter] = (),
+        function_filters: Iterable[Filter] = (),
+        command_retry: Retry | None = None,
+        event_retry: Retry | None = None,
+        failures: FailureRecorder | None = None,
+        max_hops: int = 32,
         settings: Settings | None = None,
     ) -> None:
         self.has_own_settings = settings is not None
@@ -83,8 +108,22 @@ class App:
         self._results = CommandResults()
         self._catch_up = CatchUp(self.store, self.store if isinstance(self.store, CheckpointStore) else None)
         self.gateway = CommandGateway(self.domain, self._commands, results=self._results)
+        self.filters = tuple(filters)
+        self.function_filters = tuple(function_filters)
+        self._command_retry = command_retry if command_retry is not None else conflict_retry()
+        self._event_retry = event_retry if event_retry is not None else Retry()
+        self.failures = failures if failures is not None else LoggingFailureRecorder()
+        self._max_hops = max_hops
         self._processors = list(processors)
-        self._components()  # finds what does not fit now rather than at the start
+        self._registry = FunctionRegistry(
+            self.domain,
+            services=services,
+            transaction_type=self.store.transaction_type if isinstance(self.store, CheckpointStore) else None,
+        )
+        for processor in self._processors:
+            self._registry.register(processor)
+        self._registry.seal()  # finds what does not fit now rather than at the start
+        self._components()
 
     @property
     def settings(self) -> Settings:
@@ -109,7 +148,7 @@ class App:
         """Return a new runtime of this application. Serve one at a time.
 
         Its components are, in this order: the store, if it is one, the dispatchers of commands, events, projections,
-        sagas, state events and snapshots, as far as there is something for them to do, and the gateway.
+        sagas and snapshots, as far as there is something for them to do, and the gateway.
 
         Args:
             executor: used instead of one made by the settings.
@@ -174,7 +213,9 @@ class App:
 
     def _components(self) -> list[RuntimeComponent]:
         domain, commands, events, states = self.domain, self._commands, self._events, self._state_events
-        of_events, with_states = self._sorted_processors()
+        registry = self._registry
+        kinds = {processor_model(each).kind for each in self._processors}
+        with_states = any(registry.on_states(kind) for kind in kinds)
         snapshots = any(model.snapshot_every is not None for model in domain.aggregates)
         components: list[RuntimeComponent] = [self.store] if isinstance(self.store, RuntimeComponent) else []
         components.append(
@@ -185,42 +226,28 @@ class App:
                 events,
                 state_events=states if with_states or snapshots else None,
                 repository=self.repository,
+                registry=registry,
                 results=self._results,
+                filters=FilterChain([StageNotifier(self._results), *self.filters]),
+                function_filters=FilterChain([self._command_retry, *self.function_filters]),
             )
         )
-        if processors := of_events[ProcessorKind.EVENT]:
-            components.append(EventDispatcher(processors, domain, events, catch_up=self._catch_up))
-        if projections := of_events[ProcessorKind.PROJECTION]:
-            components.append(ProjectionDispatcher(projections, domain, events, catch_up=self._catch_up))
-        if sagas := of_events[ProcessorKind.SAGA]:
-            components.append(
-                SagaDispatcher(sagas, domain, events, commands, results=self._results, catch_up=self._catch_up)
-            )
-        if with_states:
-            components.append(
-                StateEventDispatcher(
-                    with_states,
-                    domain,
-                    states,
-                    self.repository,
-                    commands,
-                    results=self._results,
-                    catch_up=self._catch_up,
-                )
-            )
+        options: dict[str, Any] = {
+            "states": states,
+            "repository": self.repository,
+            "catch_up": self._catch_up,
+            "filters": FilterChain(self.filters),
+            "function_filters": FilterChain([self._event_retry, *self.function_filters]),
+            "failures": self.failures,
+        }
+        if ProcessorKind.EVENT in kinds:
+            components.append(EventDispatcher(registry, events, **options))
+        if ProcessorKind.PROJECTION in kinds:
+            components.append(ProjectionDispatcher(registry, events, **options))
+        if ProcessorKind.SAGA in kinds:
+            saga = SagaDispatcher(registry, events, commands, results=self._results, max_hops=self._max_hops, **options)
+            components.append(saga)
         if snapshots:
-            components.append(SnapshotDispatcher(domain, states, self.repository))
+            components.append(SnapshotDispatcher(domain, states, self.repository, filters=FilterChain(self.filters)))
         components.append(self.gateway)
         return components
-
-    def _sorted_processors(self) -> tuple[dict[ProcessorKind, list[object]], list[object]]:
-        """Return the processors with event functions by kind, and those with state-event functions."""
-        of_events: dict[ProcessorKind, list[object]] = {kind: [] for kind in ProcessorKind}
-        with_states: list[object] = []
-        for processor in self._processors:
-            model = processor_model(processor)
-            if model.event_functions:
-                of_events[model.kind].append(processor)
-            if model.state_functions:
-                with_states.append(processor)
-        return of_events, with_states

@@ -1,16 +1,25 @@
 """Dispatchers: the components that take messages from their buses and run the functions for them."""
 
 from trio_wow.dispatch._command import CommandDispatcher as CommandDispatcher
+from trio_wow.dispatch._command import conflict_retry as conflict_retry
 from trio_wow.dispatch._dispatcher import MessageDispatcher as MessageDispatcher
 from trio_wow.dispatch._event import EventDispatcher as EventDispatcher
 from trio_wow.dispatch._event import ProjectionDispatcher as ProjectionDispatcher
+from trio_wow.dispatch._event import SagaDispatcher as SagaDispatcher
+from trio_wow.dispatch._filters import Filter as Filter
+from trio_wow.dispatch._filters import FilterChain as FilterChain
+from trio_wow.dispatch._filters import Handler as Handler
+from trio_wow.dispatch._filters import Handling as Handling
+from trio_wow.dispatch._filters import Outcome as Outcome
+from trio_wow.dispatch._filters import Retry as Retry
+from trio_wow.dispatch._filters import StageNotifier as StageNotifier
+from trio_wow.dispatch._filters import is_retryable as is_retryable
 from trio_wow.dispatch._processors import ProcessorDispatcher as ProcessorDispatcher
 from trio_wow.dispatch._progress import CatchUp as CatchUp
+from trio_wow.dispatch._registry import FunctionRegistry as FunctionRegistry
 from trio_wow.dispatch._results import CommandResults as CommandResults
 from trio_wow.dispatch._results import CommandWait as CommandWait
-from trio_wow.dispatch._saga import SagaDispatcher as SagaDispatcher
-from trio_wow.dispatch._state import SnapshotDispatcher as SnapshotDispatcher
-from trio_wow.dispatch._state import StateEventDispatcher as StateEventDispatcher
+from trio_wow.dispatch._snapshot import SnapshotDispatcher as SnapshotDispatcher
 
 __all__ = [
     "CatchUp",
@@ -18,10 +27,19 @@ __all__ = [
     "CommandResults",
     "CommandWait",
     "EventDispatcher",
+    "Filter",
+    "FilterChain",
+    "FunctionRegistry",
+    "Handler",
+    "Handling",
     "MessageDispatcher",
+    "Outcome",
     "ProcessorDispatcher",
     "ProjectionDispatcher",
+    "Retry",
     "SagaDispatcher",
     "SnapshotDispatcher",
-    "StateEventDispatcher",
+    "StageNotifier",
+    "conflict_retry",
+    "is_retryable",
 ]

@@ -2,25 +2,32 @@
 
 import logging
 from inspect import isawaitable
-from typing import Any
+from typing import Any, cast
 
 from trio_wow.buses import CommandBus, DomainEventBus, StateEventBus
 from trio_wow.dispatch._dispatcher import MessageDispatcher
+from trio_wow.dispatch._filters import FilterChain, Handling, Outcome, Retry, StageNotifier
+from trio_wow.dispatch._registry import FunctionRegistry
 from trio_wow.dispatch._results import CommandResults
-from trio_wow.domain import Domain
+from trio_wow.domain import CommandFunction, Domain
 from trio_wow.errors import (
     AdmissionClosedError,
+    AggregateExistsError,
+    AggregateNotFoundError,
     AppendOutcomeUnknownError,
     CommandRejectedError,
     DuplicateRequestIdError,
+    ExpectedVersionError,
     StoreError,
     TenantMismatchError,
+    VersionConflictError,
 )
 from trio_wow.eventsourcing import AggregateRepository, EventStore
 from trio_wow.execution import no_leaked_scope
 from trio_wow.messages import CommandError, CommandMessage, CommandResult, DomainEventStream, Stage, StateEvent
+from trio_wow.runtime import RuntimeContext
 
-__all__ = ["CommandDispatcher"]
+__all__ = ["CommandDispatcher", "conflict_retry"]
 
 _log = logging.getLogger("trio_wow.dispatch")
 
@@ -30,10 +37,15 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
 
     For each command: load the aggregate, let it decide, apply the events, append them, publish them, publish the state
     after them, acknowledge, report `PROCESSED`. When applying fails nothing is stored; when appending fails nothing is
-    published. What fails up to the append is the command's result, not the dispatcher's failure, and the command is
-    acknowledged. A request that is stored already is not decided again: its stored events are published again, and the
-    result is a `DuplicateRequestIdError` with their version. A command that yields no event stores nothing and is not
-    remembered. A state event that cannot be published is logged; a processor with a checkpoint misses nothing by it.
+    published. When another writer was first, all of it is tried again from a fresh load, while only this aggregate
+    waits. What fails up to the append is the command's result, not the dispatcher's failure, and the command is
+    acknowledged; the aggregate's `@on_error` functions are told. A request that is stored already is not decided again:
+    its stored events are published again, and the result is a `DuplicateRequestIdError` with their version. A command
+    that yields no event stores nothing and is not remembered.
+
+    A publication that fails is tried again alone, until it succeeds or the runtime ends; one that can never succeed is
+    logged, and the events stay in the store, where a processor with a checkpoint finds them. A state event that cannot
+    be published is logged; a processor with a checkpoint misses nothing by it.
 
     Args:
         domain: the aggregates.
@@ -42,7 +54,10 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
         events: where stored events are published.
         state_events: where the states after them are published; `None` when nobody wants them.
         repository: loads the aggregates; by default one without snapshots.
+        registry: knows what functions take besides their commands; by default one without services.
         results: is told how each command ends.
+        filters: around each command as a whole; by default a `StageNotifier` for `results`.
+        function_filters: around each attempt to decide and append; by default a `Retry` of version conflicts.
         name: the component and its consumer group.
     """
 
@@ -55,26 +70,47 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
         *,
         state_events: StateEventBus | None = None,
         repository: AggregateRepository | None = None,
+        registry: FunctionRegistry | None = None,
         results: CommandResults | None = None,
+        filters: FilterChain | None = None,
+        function_filters: FilterChain | None = None,
         name: str = "command-dispatcher",
     ) -> None:
-        super().__init__(name, bus, domain.aggregates)
+        if filters is None:
+            filters = FilterChain([StageNotifier(results)] if results is not None else [])
+        super().__init__(name, bus, domain.aggregates, filters)
+        self.function_filters = function_filters if function_filters is not None else FilterChain([conflict_retry()])
         self._store = store
         self._repository = repository if repository is not None else AggregateRepository(domain, store)
+        self._registry = registry if registry is not None else FunctionRegistry(domain)
         self._events = events
         self._state_events = state_events
         self._results = results
+        self._attempt = self.function_filters.around(self._decide_and_append)
+        self._publish_until_done = FilterChain([Retry(retries=None, backoff=0.1)]).around(self._publish)
 
-    async def handle(self, message: CommandMessage) -> bool:
+    async def prepare(self, context: RuntimeContext, /) -> None:
+        """See `RuntimeComponent.prepare`.
+
+        Raises:
+            ConfigurationError: functions do not fit; see `FunctionRegistry.seal`.
+        """
+        self._registry.seal()
+        await super().prepare(context)
+
+    async def handle(self, handling: Handling, /) -> bool:
         """See the class."""
+        message: CommandMessage = handling.message
         stream: DomainEventStream | None = None
         state: StateEvent[Any] | None = None
         error: Exception | None = None
         try:
             stream = await self._stored(message)
             if stream is None:
+                function = self._repository.model_of(message.aggregate_id).command_function(type(message.body))
+                attempt = Handling(self.name, message, function.name)
                 try:
-                    state = await self._decide_and_append(message)
+                    state = cast("StateEvent[Any] | None", await self._attempt(attempt))
                     stream = None if state is None else state.stream
                 except DuplicateRequestIdError as raised:  # another process has stored it meanwhile
                     stream, error = await self._stored(message), raised
@@ -82,22 +118,21 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
                 error = DuplicateRequestIdError(message.aggregate_id, message.request_id, stream.version)
         except Exception as raised:
             _log_failure(message, raised)
+            await self._tell(message, raised)
             stream, error = None, raised
-        if stream is not None and not await self._publish(stream):
+        if stream is not None and not await self._published(stream):
             return False
         if state is not None and self._state_events is not None:
             await self._publish_state(state, self._state_events)
-        if self._results is not None:
-            self._results.processed(
-                CommandResult(
-                    command_id=message.id,
-                    request_id=message.request_id,
-                    aggregate_id=message.aggregate_id,
-                    stage=Stage.PROCESSED,
-                    version=None if stream is None else stream.version,
-                    error=None if error is None else CommandError.of(error),
-                )
-            )
+        handling.outcome = Outcome.HANDLED
+        handling.result = CommandResult(
+            command_id=message.id,
+            request_id=message.request_id,
+            aggregate_id=message.aggregate_id,
+            stage=Stage.PROCESSED,
+            version=None if stream is None else stream.version,
+            error=None if error is None else CommandError.of(error),
+        )
         return True
 
     def unfinished(self, message: CommandMessage, /) -> None:
@@ -112,12 +147,17 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
             raise TenantMismatchError(message.aggregate_id, message.aggregate_id.tenant)
         return stream
 
-    async def _decide_and_append(self, message: CommandMessage) -> StateEvent[Any] | None:
+    async def _decide_and_append(self, handling: Handling) -> StateEvent[Any] | None:
         """Return what is now stored and is to be published, or `None` if the command has led to nothing."""
+        handling.attempts += 1
+        message: CommandMessage = handling.message
         aggregate = await self._repository.load(message.aggregate_id)
-        decided = aggregate.model.decide(aggregate.state, message.body)
+        function = aggregate.model.command_function(type(message.body))
+        _check_version(message, function, aggregate.version)
+        arguments = self._registry.command_arguments(function)
+        decided = function.call(aggregate.state, message.body, **(arguments.of(message) if arguments else {}))
         if isawaitable(decided):
-            with no_leaked_scope(getattr(decided, "__qualname__", repr(decided)), message.aggregate_id):
+            with no_leaked_scope(function.name, message.aggregate_id):
                 decided = await decided
         events = aggregate.model.events_of(message.body, decided)
         if not events:
@@ -131,19 +171,40 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
                 raise
         return StateEvent(stream, aggregate.state)
 
-    async def _publish(self, stream: DomainEventStream) -> bool:
+    async def _tell(self, message: CommandMessage, error: Exception) -> None:
+        """Tell the aggregate, as it is stored, of a command that has failed."""
+        functions = self._repository.model_of(message.aggregate_id).error_functions(type(message.body), error)
+        for function in functions:
+            try:
+                aggregate = await self._repository.load(message.aggregate_id)
+                arguments = self._registry.command_arguments(function)
+                told = function.call(
+                    aggregate.state, error, message.body, **(arguments.of(message) if arguments else {})
+                )
+                if isawaitable(told):
+                    with no_leaked_scope(function.name, message.aggregate_id):
+                        await told
+            except Exception:
+                _log.exception("%s failed for %s", function.name, message.aggregate_id)
+
+    async def _published(self, stream: DomainEventStream) -> bool:
         try:
-            if not self._is_ending():
-                await self._events.send(stream)
-                return True
+            await self._publish_until_done(Handling(self.name, stream))
         except AdmissionClosedError:
-            pass
-        _log.warning(
-            "version %s of %s is stored but not published, and its command not acknowledged: the runtime is ending",
-            stream.version,
-            stream.aggregate_id,
-        )
-        return False
+            _log.warning(
+                "version %s of %s is stored but not published, and its command not acknowledged: the runtime is ending",
+                stream.version,
+                stream.aggregate_id,
+            )
+            return False
+        except Exception:
+            _log.exception("version %s of %s is stored but can never be published", stream.version, stream.aggregate_id)
+        return True
+
+    async def _publish(self, handling: Handling) -> None:
+        if self._is_ending():
+            raise AdmissionClosedError(self.name)
+        await self._events.send(handling.message)
 
     async def _publish_state(self, state: StateEvent[Any], bus: StateEventBus) -> None:
         try:
@@ -154,11 +215,31 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
             )
 
 
+def conflict_retry() -> Retry:
+    """Return the filter that tries again when another writer was first: up to nine times, in about three seconds."""
+    return Retry(_is_conflict, retries=9, backoff=0.02, max_backoff=0.5, jitter=0.02)
+
+
+def _is_conflict(error: BaseException) -> bool:
+    if isinstance(error, BaseExceptionGroup):
+        return all(map(_is_conflict, error.exceptions))
+    return isinstance(error, VersionConflictError)
+
+
+def _check_version(message: CommandMessage, function: CommandFunction, version: int) -> None:
+    if function.exists is True and not version:
+        raise AggregateNotFoundError(message.aggregate_id)
+    if function.exists is False and version:
+        raise AggregateExistsError(message.aggregate_id, version)
+    if message.expected_version is not None and message.expected_version != version:
+        raise ExpectedVersionError(message.aggregate_id, message.expected_version, version)
+
+
 def _log_failure(message: CommandMessage, error: Exception) -> None:
     name = type(message.body).__name__
-    if isinstance(error, CommandRejectedError):
+    if isinstance(error, CommandRejectedError | AggregateExistsError | AggregateNotFoundError | ExpectedVersionError):
         _log.debug("%s for %s was refused: %s", name, message.aggregate_id, error)
-    elif isinstance(error, StoreError):  # no fault of the program, and the same for many commands
+    elif isinstance(error, StoreError | VersionConflictError):  # no fault of the program
         _log.warning("%s for %s failed: %s", name, message.aggregate_id, error)
     else:
         _log.warning("%s for %s failed", name, message.aggregate_id, exc_info=error)

@@ -7,6 +7,7 @@ from typing import Generic, Protocol, TypeVar
 import trio
 
 from trio_wow.buses import MessageBus, MessageExchange, MessageReceiver, Subscription
+from trio_wow.dispatch._filters import FilterChain, Handling
 from trio_wow.domain import AggregateModel
 from trio_wow.execution import split_cancelled
 from trio_wow.messages import AggregateId
@@ -32,10 +33,19 @@ class MessageDispatcher(ABC, Generic[M]):
 
     Attributes:
         name: the component's name, and its consumer group's.
+        filters: around each message as a whole, its acknowledgement included. What one raises ends the dispatcher.
     """
 
-    def __init__(self, name: str, bus: MessageBus[M], aggregates: Iterable[AggregateModel]) -> None:
+    def __init__(
+        self,
+        name: str,
+        bus: MessageBus[M],
+        aggregates: Iterable[AggregateModel],
+        filters: FilterChain | None = None,
+    ) -> None:
         self.name = name
+        self.filters = filters if filters is not None else FilterChain()
+        self._filtered = self.filters.around(self._handle_and_acknowledge)
         self._bus = bus
         contexts: dict[str, set[str]] = {}
         for model in aggregates:
@@ -47,8 +57,8 @@ class MessageDispatcher(ABC, Generic[M]):
         self._idle = trio.Event()
 
     @abstractmethod
-    async def handle(self, message: M) -> bool:
-        """Handle one message, and say whether it is finished and may be acknowledged.
+    async def handle(self, handling: Handling, /) -> bool:
+        """Handle one message, and say whether it may be acknowledged.
 
         What this raises ends the dispatcher and its runtime, so a user function's `Exception` must not leave it.
         """
@@ -126,19 +136,22 @@ class MessageDispatcher(ABC, Generic[M]):
         lease = exchange.lease
         if lease is None:
             lease = self._prepared().try_acquire(f"{type(exchange.message).__name__} for {self.name}")
-        finished = False
+        handling = Handling(self.name, exchange.message, exchange=exchange)
         try:
             if lease is not None:  # else admission has closed: not handled, not acknowledged
                 with lease:
-                    finished = await self.handle(exchange.message)
-                    if finished:
-                        await exchange.acknowledge()
+                    await self._filtered(handling)
         except BaseException as error:
             self._report(error, exchange.message.aggregate_id)
             raise
         finally:
-            if not finished:
+            if not handling.acknowledged:
                 self.unfinished(exchange.message)
+
+    async def _handle_and_acknowledge(self, handling: Handling) -> None:
+        if await self.handle(handling) and handling.exchange is not None:
+            await handling.exchange.acknowledge()
+            handling.acknowledged = True
 
     def _report(self, error: BaseException, aggregate_id: AggregateId) -> None:
         """Tell the runtime now, not when the other handlers have left: until then messages would go to the dead."""

@@ -1,79 +1,215 @@
-"""Domain events: the functions of event processors and projections."""
+"""The dispatchers of event processors, projections and sagas: each has a child for events and one for state events."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from typing import Any
 
-from trio_wow.buses import DomainEventBus
-from trio_wow.dispatch._processors import BoundFunction, BoundProcessor, Call, ProcessorDispatcher, bind
+import trio
+
+from trio_wow.buses import CommandBus, DomainEventBus, StateEventBus
+from trio_wow.dispatch._filters import FilterChain, Retry
+from trio_wow.dispatch._processors import BoundProcessor, Call, ProcessorDispatcher, ProcessorParts
 from trio_wow.dispatch._progress import CatchUp
-from trio_wow.domain import AggregateModel, Domain, EventFunction, ProcessorKind, ProcessorModel
+from trio_wow.dispatch._registry import FunctionRegistry, RegisteredProcessor
+from trio_wow.dispatch._results import CommandResults
+from trio_wow.dispatch._sender import MAX_HOPS, SagaSender
+from trio_wow.domain import ProcessorKind
 from trio_wow.errors import ConfigurationError
-from trio_wow.messages import DomainEvent, DomainEventStream
+from trio_wow.eventsourcing import AggregateRepository, FailureRecorder, LoadedAggregate, LoggingFailureRecorder
+from trio_wow.messages import AggregateId, DomainEvent, DomainEventStream, StateEvent
+from trio_wow.runtime import RuntimeContext
 
-__all__ = ["EventDispatcher", "ProjectionDispatcher"]
+__all__ = ["EventDispatcher", "ProjectionDispatcher", "SagaDispatcher"]
+
+REBUILT = 1_000
+"""Aggregates whose states are kept while the store is read, so that the next version costs only its own events."""
 
 
-class EventDispatcher(ProcessorDispatcher[DomainEventStream]):
-    """Runs the `@on_event` functions of event processors, for each event of a stream in order.
+class _DomainEventChild(ProcessorDispatcher[DomainEventStream]):
+    """Runs functions for each event of a stream in order."""
 
-    The functions for one event run one after the other; no order among them is promised.
+    def calls(self, processor: BoundProcessor, message: DomainEventStream, /) -> Iterator[Call]:
+        for sequence, body in enumerate(message.events, 1):
+            for function in processor.registered.functions.get(type(body), ()):
+                yield Call(function, body, DomainEvent(body, sequence, message), sequence)
+
+    async def message_of(self, stream: DomainEventStream, /) -> DomainEventStream:
+        return stream
+
+
+class _StateEventChild(ProcessorDispatcher[StateEvent[Any]]):
+    """Runs functions once for each state event. For what is read from the store the state is rebuilt."""
+
+    def __init__(
+        self,
+        name: str,
+        bus: StateEventBus,
+        processors: Sequence[BoundProcessor],
+        parts: ProcessorParts,
+        repository: AggregateRepository,
+    ) -> None:
+        super().__init__(name, bus, processors, parts)
+        self._states = repository
+        self._rebuilt: OrderedDict[AggregateId, LoadedAggregate] = OrderedDict()
+
+    def calls(self, processor: BoundProcessor, message: StateEvent[Any], /) -> Iterator[Call]:
+        for function in processor.registered.functions.get(type(message.state), ()):
+            yield Call(function, message.state, message, len(message.stream.events))
+
+    async def message_of(self, stream: DomainEventStream, /) -> StateEvent[Any]:
+        aggregate_id = stream.aggregate_id
+        loaded = self._rebuilt.pop(aggregate_id, None)
+        if loaded is not None and loaded.version == stream.version - 1:
+            loaded.source([stream])
+        elif loaded is None or loaded.version != stream.version:
+            loaded = await self._states.load(aggregate_id, version=stream.version)
+        self._rebuilt[aggregate_id] = loaded
+        if len(self._rebuilt) > REBUILT:
+            self._rebuilt.popitem(last=False)
+        return StateEvent(stream, deepcopy(loaded.state))
+
+    def role(self, call: Call, /) -> str:
+        return f"state/{call.function.name}"
+
+
+class EventDispatcher:
+    """Runs the functions of event processors, in order per aggregate and in parallel across them.
+
+    A runtime component made of two: one takes the streams of events and runs the `@on_event` functions for each event
+    in order, the other takes state events and runs the `@on_state_event` functions. Both are in the consumer group that
+    has the dispatcher's name. The functions for one event run one after the other. Among those, and between the two
+    components, no order is promised.
 
     Args:
-        processors: instances of classes decorated with this dispatcher's kind.
-        domain: knows which aggregates the events happen to.
-        bus: where streams come from.
+        registry: the functions; those of this dispatcher's kind are run. It is sealed when the dispatcher is prepared.
+        events: where streams come from.
+        states: where state events come from; needed where a function handles them.
+        repository: loads the states that functions take, and rebuilds those of state events; needed where one does.
         catch_up: the store to begin with; see `ProcessorDispatcher`.
+        filters: around each message as a whole; see `FilterChain`.
+        function_filters: around each attempt to call a function; by default `Retry()`.
+        failures: is told of what has failed for good; by default a `LoggingFailureRecorder`.
+        ack_on_unrecorded_failure: whether a message is acknowledged although nobody keeps its failure but a log.
         name: the component and its consumer group.
-
-    Raises:
-        ConfigurationError: a processor is of another kind, or handles an event that no aggregate of the domain
-            sources, or takes a transaction that nobody makes, or shares its checkpoint's name with another; all such
-            problems are listed together.
-        TypeError: one is no processor at all.
     """
 
     kind = ProcessorKind.EVENT
 
     def __init__(
         self,
-        processors: Iterable[object],
-        domain: Domain,
-        bus: DomainEventBus,
+        registry: FunctionRegistry,
+        events: DomainEventBus,
         *,
+        states: StateEventBus | None = None,
+        repository: AggregateRepository | None = None,
         catch_up: CatchUp | None = None,
+        filters: FilterChain | None = None,
+        function_filters: FilterChain | None = None,
+        failures: FailureRecorder | None = None,
+        ack_on_unrecorded_failure: bool = True,
         name: str = "event-dispatcher",
     ) -> None:
-        problems: list[str] = []
+        self.name = name
+        self.filters = filters if filters is not None else FilterChain()
+        self.function_filters = function_filters if function_filters is not None else FilterChain([Retry()])
+        self._registry = registry
+        self._events = events
+        self._states = states
+        self._repository = repository
+        self._catch_up = catch_up
+        self._failures = failures if failures is not None else LoggingFailureRecorder()
+        self._ack_on_unrecorded_failure = ack_on_unrecorded_failure
+        self._sender: SagaSender | None = None
+        self._children: list[ProcessorDispatcher[Any]] = []
 
-        def publishers_of(function: BoundFunction) -> tuple[AggregateModel, ...]:
-            models = domain.publishers_of(function.handles)
-            if not models:
-                problems.append(
-                    f"{function.name} handles {function.handles.__name__}, which no aggregate of the domain sources"
-                )
-            return models
+    async def prepare(self, context: RuntimeContext, /) -> None:
+        """See `RuntimeComponent.prepare`.
 
-        def functions_of(model: ProcessorModel) -> Sequence[EventFunction]:
-            if model.kind is not self.kind:
-                problems.append(
-                    f"{model.name} is a @{model.kind.value}; {type(self).__name__} takes a @{self.kind.value}"
-                )
-            return model.event_functions
+        Raises:
+            ConfigurationError: functions do not fit; see `FunctionRegistry.seal`. Or what they need was not given.
+        """
+        self._registry.seal()
+        if not self._children:
+            self._children = self._made()
+        for child in self._children:
+            await child.prepare(context)
 
-        bound, aggregates = bind(processors, functions_of, publishers_of, catch_up, name, problems)
+    def start(self) -> None:
+        """See `RuntimeComponent.start`."""
+        for child in self._children:
+            child.start()
+
+    async def caught_up(self) -> None:
+        """Wait until everything that was stored when the runtime started is handled, or has been tried."""
+        for child in self._children:
+            await child.caught_up()
+
+    def quiesce(self) -> None:
+        """See `RuntimeComponent.quiesce`."""
+        for child in self._children:
+            child.quiesce()
+
+    async def stop(self) -> None:
+        """See `RuntimeComponent.stop`."""
+        self.quiesce()
+        for child in self._children:
+            await child.stop()
+        await trio.lowlevel.checkpoint()
+
+    def force_stop(self) -> None:
+        """See `RuntimeComponent.force_stop`."""
+        for child in self._children:
+            child.force_stop()
+
+    def _made(self) -> list[ProcessorDispatcher[Any]]:
+        on_events, on_states = self._registry.on_events(self.kind), self._registry.on_states(self.kind)
+        takes_state = any(
+            function.arguments.needs_state
+            for processor in on_events
+            for functions in processor.functions.values()
+            for function in functions
+        )
+        problems = []
+        if on_states and self._states is None:
+            problems.append(f"{self.name} has functions for state events; give it their bus as `states`")
+        if (on_states or takes_state) and self._repository is None:
+            problems.append(f"{self.name} has functions that need states; give it a `repository`")
         if problems:
             raise ConfigurationError(problems)
-        super().__init__(name, bus, bound, aggregates, catch_up)
+        parts = ProcessorParts(
+            self._catch_up,
+            self._repository,
+            self._sender,
+            self.filters,
+            self.function_filters,
+            self._failures,
+            self._ack_on_unrecorded_failure,
+        )
+        children: list[ProcessorDispatcher[Any]] = []
+        if on_events:
+            processors = [self._bound(each, each.name) for each in on_events]
+            children.append(_DomainEventChild(self.name, self._events, processors, parts))
+        if on_states and self._states is not None and self._repository is not None:
+            processors = [self._bound(each, f"{each.name}/state") for each in on_states]
+            children.append(_StateEventChild(self.name, self._states, processors, parts, self._repository))
+        return children
 
-    def calls(self, processor: BoundProcessor, message: DomainEventStream, /) -> Iterator[Call]:
-        """See `ProcessorDispatcher.calls`."""
-        for sequence, body in enumerate(message.events, 1):
-            for function in processor.functions.get(type(body), ()):
-                argument = DomainEvent(body, sequence, message) if function.takes_envelope else body
-                yield Call(function, argument, sequence, type(body))
+    def _bound(self, processor: RegisteredProcessor, name: str) -> BoundProcessor:
+        progress = None
+        if self._catch_up is not None:
+            progress = self._catch_up.progress_of(
+                processor.instance,
+                f"{self.name}/{name}",
+                _topics(processor),
+                in_memory=processor.kind is ProcessorKind.PROJECTION and not processor.in_transaction,
+                in_transaction=processor.in_transaction,
+            )
+        return BoundProcessor(processor, progress)
 
-    async def message_of(self, stream: DomainEventStream, /) -> DomainEventStream:
-        """See `ProcessorDispatcher.message_of`."""
-        return stream
+
+def _topics(processor: RegisteredProcessor) -> Sequence[tuple[str, str]]:
+    return [(each.context, each.name) for each in processor.aggregates]
 
 
 class ProjectionDispatcher(EventDispatcher):
@@ -82,12 +218,39 @@ class ProjectionDispatcher(EventDispatcher):
     kind = ProcessorKind.PROJECTION
 
     def __init__(
-        self,
-        projections: Iterable[object],
-        domain: Domain,
-        bus: DomainEventBus,
-        *,
-        catch_up: CatchUp | None = None,
-        name: str = "projection-dispatcher",
+        self, registry: FunctionRegistry, events: DomainEventBus, *, name: str = "projection-dispatcher", **options: Any
     ) -> None:
-        super().__init__(projections, domain, bus, catch_up=catch_up, name=name)
+        super().__init__(registry, events, name=name, **options)
+
+
+class SagaDispatcher(EventDispatcher):
+    """An `EventDispatcher` for sagas: it sends the commands that their functions return, see `SagaSender`.
+
+    Args:
+        registry: as for `EventDispatcher`.
+        events: as for `EventDispatcher`.
+        commands: where commands go.
+        results: tells how commands end; `None` for a command bus that survives the process.
+        max_hops: how many of sagas' commands may follow one another; a positive int.
+        name: the component and its consumer group.
+        options: as for `EventDispatcher`.
+
+    Raises:
+        ValueError: `max_hops` is out of its range.
+    """
+
+    kind = ProcessorKind.SAGA
+
+    def __init__(
+        self,
+        registry: FunctionRegistry,
+        events: DomainEventBus,
+        commands: CommandBus,
+        *,
+        results: CommandResults | None = None,
+        max_hops: int = MAX_HOPS,
+        name: str = "saga-dispatcher",
+        **options: Any,
+    ) -> None:
+        super().__init__(registry, events, name=name, **options)
+        self._sender = SagaSender(registry.domain, commands, results, max_hops=max_hops)

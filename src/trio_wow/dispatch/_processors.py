@@ -2,25 +2,34 @@
 
 import logging
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from inspect import isawaitable
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import trio
-from attrs import frozen
+from attrs import define, field, frozen
 
 from trio_wow.buses import MessageBus
 from trio_wow.dispatch._dispatcher import MessageDispatcher
+from trio_wow.dispatch._filters import FilterChain, Handling, Outcome
 from trio_wow.dispatch._progress import PAGE, CatchUp, Progress, advance
-from trio_wow.domain import AggregateModel, EventFunction, ProcessorKind, ProcessorModel, processor_model
+from trio_wow.dispatch._registry import BoundFunction, RegisteredProcessor
+from trio_wow.dispatch._sender import SagaSender
 from trio_wow.errors import StoreError
-from trio_wow.eventsourcing import EventStore, RecordedStream
+from trio_wow.eventsourcing import (
+    AggregateRepository,
+    EventStore,
+    FailedExecution,
+    FailureRecorder,
+    RecordedStream,
+    Recording,
+)
 from trio_wow.execution import no_leaked_scope, refuse_awaitable
-from trio_wow.messages import AggregateId, DomainEventStream
+from trio_wow.messages import AggregateId, DomainEvent, DomainEventStream, StateEvent
 from trio_wow.runtime import RuntimeContext
 
-__all__ = ["BoundFunction", "BoundProcessor", "Call", "ProcessorDispatcher", "bind"]
+__all__ = ["BoundProcessor", "Call", "ProcessorDispatcher", "ProcessorParts"]
 
 _log = logging.getLogger("trio_wow.dispatch")
 
@@ -29,39 +38,21 @@ CHECKPOINT_INTERVAL = 1.0
 
 
 @frozen
-class BoundFunction:
-    """One function of one processor.
-
-    Attributes:
-        name: the class and the method.
-        handles: the class that it handles.
-        takes_envelope: whether it takes the envelope rather than what is in it.
-        call: the bound method.
-    """
-
-    name: str
-    handles: type
-    takes_envelope: bool
-    call: Callable[..., object]
-
-
-@frozen
 class BoundProcessor:
     """One processor, as its dispatcher runs it.
 
     Attributes:
-        name: its class's name.
-        kind: its class's decorator.
-        functions: by the class that they handle.
-        in_transaction: whether they take the store's transaction.
+        registered: the processor and its functions.
         progress: how far it has come; `None` when that is not kept.
     """
 
-    name: str
-    kind: ProcessorKind
-    functions: Mapping[type, Sequence[BoundFunction]]
-    in_transaction: bool
+    registered: RegisteredProcessor
     progress: Progress | None
+
+    @property
+    def name(self) -> str:
+        """Its class's name."""
+        return self.registered.name
 
 
 @frozen
@@ -70,15 +61,23 @@ class Call:
 
     Attributes:
         function: what to call.
-        argument: what with.
+        body: the event or the state.
+        envelope: what it is in.
         sequence: which event of the stream it is for, from 1.
-        about: the class of the event or state.
     """
 
     function: BoundFunction
-    argument: object
+    body: object
+    envelope: DomainEvent[Any] | StateEvent[Any]
     sequence: int
-    about: type
+
+
+@define(eq=False)
+class _Calling(Handling):
+    """One call on its way through the function filters; where all of a processor's share a transaction, those."""
+
+    processor: BoundProcessor = field(kw_only=True)
+    call: Call | None = field(default=None, kw_only=True)
 
 
 class _Streamed(Protocol):
@@ -92,62 +91,27 @@ class _Streamed(Protocol):
 M = TypeVar("M", bound=_Streamed)
 
 
-def bind(
-    processors: Iterable[object],
-    functions_of: Callable[[ProcessorModel], Sequence[EventFunction]],
-    publishers_of: Callable[[BoundFunction], Collection[AggregateModel]],
-    catch_up: CatchUp | None,
-    group: str,
-    problems: list[str],
-) -> tuple[list[BoundProcessor], list[AggregateModel]]:
-    """Bind the functions of processors, and return the processors and all aggregates that they subscribe to.
+@frozen
+class ProcessorParts:
+    """What a dispatcher of processors hands down to the dispatchers in it.
 
-    Args:
-        processors: instances of decorated classes.
-        functions_of: which functions of a processor's class are meant.
-        publishers_of: which aggregates a function subscribes to; none is a problem that it notes itself.
-        catch_up: keeps how far each has come.
-        group: the dispatcher's name.
-        problems: gets a sentence for whatever does not fit.
+    Attributes:
+        catch_up: the store to begin with; `None` for what is published while the runtime runs.
+        repository: loads states; `None` where no function needs them.
+        sender: sends what functions return; `None` where that means nothing.
+        filters: around each message as a whole.
+        function_filters: around each attempt to call a function.
+        failures: is told of what has failed for good.
+        ack_on_unrecorded_failure: whether a message is acknowledged although nobody keeps its failure but a log.
     """
-    bound: list[BoundProcessor] = []
-    everything: dict[AggregateModel, None] = {}
-    seen: list[object] = []
-    kept: set[str] = set()
-    for processor in processors:
-        model = processor_model(processor)
-        if any(processor is other for other in seen):
-            problems.append(f"{processor!r} is given twice; give it once")
-            continue
-        seen.append(processor)
-        functions: dict[type, list[BoundFunction]] = {}
-        own: dict[AggregateModel, None] = {}
-        for each in functions_of(model):
-            method = getattr(processor, each.name)
-            function = BoundFunction(f"{model.name}.{each.name}", each.handles, each.takes_envelope, method)
-            functions.setdefault(each.handles, []).append(function)
-            own |= dict.fromkeys(publishers_of(function))
-        everything |= own
-        in_memory = model.kind is ProcessorKind.PROJECTION and not model.takes_transaction
-        if model.takes_transaction and (catch_up is None or catch_up.checkpoints is None):
-            problems.append(
-                f"the functions of {model.name} take a transaction, which needs a store that keeps checkpoints"
-            )
-        if not in_memory and catch_up is not None and catch_up.checkpoints is not None:
-            if model.name in kept:
-                problems.append(f"several processors are named {model.name}, so that they would share one checkpoint")
-            kept.add(model.name)
-        progress = None
-        if catch_up is not None:
-            progress = catch_up.progress_of(
-                processor,
-                f"{group}/{model.name}",
-                [(each.context, each.name) for each in own],
-                in_memory=in_memory,
-                in_transaction=model.takes_transaction,
-            )
-        bound.append(BoundProcessor(model.name, model.kind, functions, model.takes_transaction, progress))
-    return bound, list(everything)
+
+    catch_up: CatchUp | None
+    repository: AggregateRepository | None
+    sender: SagaSender | None
+    filters: FilterChain
+    function_filters: FilterChain
+    failures: FailureRecorder
+    ack_on_unrecorded_failure: bool
 
 
 class ProcessorDispatcher(MessageDispatcher[M]):
@@ -157,10 +121,12 @@ class ProcessorDispatcher(MessageDispatcher[M]):
     its own, while it acknowledges and drops what the bus brings, since that is in the store too. It goes live when the
     store has no more and nothing was dropped since it was asked. From then on a version that is handled already is
     skipped, and a gap is read from the store first. A version is handled when every function for it has succeeded.
-    One that fails is logged, holds its processor's checkpoint and the further versions of its aggregate, and is tried
-    again when the next one arrives, and after a restart; what succeeded is not run again before a restart.
 
-    Without a `CatchUp` a failing function is logged, the others still run, and the message is acknowledged.
+    Each call of a function goes through the function filters, which try again what may succeed then. What fails for
+    good goes to the failure recorder; the other functions still run. If the recorder keeps it, or says that it need not
+    be kept, the version counts as handled. If not, it holds its processor's checkpoint and the further versions of its
+    aggregate, and is tried again when the next one arrives, and after a restart; what succeeded is not run again before
+    a restart. Without a `CatchUp` it holds nothing.
     """
 
     def __init__(
@@ -168,12 +134,17 @@ class ProcessorDispatcher(MessageDispatcher[M]):
         name: str,
         bus: MessageBus[M],
         processors: Sequence[BoundProcessor],
-        aggregates: Iterable[AggregateModel],
-        catch_up: CatchUp | None,
+        parts: ProcessorParts,
     ) -> None:
-        super().__init__(name, bus, aggregates)
+        aggregates = dict.fromkeys(model for each in processors for model in each.registered.aggregates)
+        super().__init__(name, bus, aggregates, parts.filters)
         self._processors = processors
-        self._store = catch_up.store if catch_up is not None else None
+        self._repository = parts.repository
+        self._sender = parts.sender
+        self._failures = parts.failures
+        self._ack_on_unrecorded_failure = parts.ack_on_unrecorded_failure
+        self._filtered_call = parts.function_filters.around(self._call)
+        self._store = parts.catch_up.store if parts.catch_up is not None else None
         self._progress = [each.progress for each in processors if each.progress is not None]
         self._reset()
 
@@ -192,8 +163,9 @@ class ProcessorDispatcher(MessageDispatcher[M]):
     async def message_of(self, stream: DomainEventStream, /) -> M:
         """Return what the bus would have brought for a stored stream."""
 
-    async def answer(self, processor: BoundProcessor, call: Call, message: M, result: object, /) -> None:
-        """Take what a function returned. Only a saga's result means anything."""
+    def role(self, call: Call, /) -> str:
+        """Name a call among those for one stream: the part of a saga's request IDs that tells them apart."""
+        return f"{call.sequence}/{call.function.name}"
 
     async def prepare(self, context: RuntimeContext, /) -> None:
         """See `RuntimeComponent.prepare`."""
@@ -226,18 +198,20 @@ class ProcessorDispatcher(MessageDispatcher[M]):
         super().force_stop()
         self._keeping.cancel()
 
-    async def handle(self, message: M) -> bool:
+    async def handle(self, handling: Handling, /) -> bool:
         """See the class."""
+        message: M = handling.message
         if not self._is_live:
             self._dropped += 1
             return True
-        finished = True
+        outcome = Outcome.HANDLED
         for processor in self._processors:
             if processor.progress is None:
-                finished = await self._run(processor, message) and finished
+                outcome = _worse(outcome, await self._run(processor, message))
             elif processor.progress.wants(message.aggregate_id):
-                finished = await self._handle_once(processor, processor.progress, message) and finished
-        return finished
+                outcome = _worse(outcome, await self._handle_once(processor, processor.progress, message))
+        handling.outcome = outcome
+        return outcome.settles or (outcome is Outcome.FAILURE_UNRECORDED and self._ack_on_unrecorded_failure)
 
     async def _catch_up(self, store: EventStore) -> None:
         context = self._prepared()
@@ -285,77 +259,143 @@ class ProcessorDispatcher(MessageDispatcher[M]):
                     return
             await self._handle_once(processor, progress, message)
 
-    async def _handle_once(self, processor: BoundProcessor, progress: Progress, message: M) -> bool:
+    async def _handle_once(self, processor: BoundProcessor, progress: Progress, message: M) -> Outcome:
         """Handle a version unless it is handled, and those before it if they are not."""
         aggregate_id, version = message.aggregate_id, message.version
         try:
             last = await progress.last_version(aggregate_id)
             if version <= last:
-                return True
+                return Outcome.HANDLED
             if self._store is not None and last + 1 < version:
                 for stream in await self._store.load(aggregate_id, after=last, until=version - 1):
-                    if not await self._run_and_note(processor, progress, await self.message_of(stream)):
-                        return False
+                    outcome = await self._run_and_note(processor, progress, await self.message_of(stream))
+                    if not outcome.settles:
+                        return outcome
         except Exception:
             _log.exception(
                 "what %s has missed of %s before version %s cannot be read", processor.name, aggregate_id, version
             )
-            return False
+            return Outcome.UNFINISHED
         return await self._run_and_note(processor, progress, message)
 
-    async def _run_and_note(self, processor: BoundProcessor, progress: Progress, message: M) -> bool:
-        run = self._run_in_transaction if processor.in_transaction else self._run
-        finished = await run(processor, message)
-        if finished:
+    async def _run_and_note(self, processor: BoundProcessor, progress: Progress, message: M) -> Outcome:
+        run = self._run_in_transaction if processor.registered.in_transaction else self._run
+        outcome = await run(processor, message)
+        if outcome.settles:
             progress.handled(message.aggregate_id, message.version)
             self._handled.set()
-        return finished
+        return outcome
 
-    async def _run(self, processor: BoundProcessor, message: M) -> bool:
+    async def _run(self, processor: BoundProcessor, message: M) -> Outcome:
         progress = processor.progress
         done: set[int] = set() if progress is None else progress.done(message.aggregate_id)
-        failed_at: int | None = None
+        worst, failed_at = Outcome.HANDLED, None
         for number, call in enumerate(self.calls(processor, message)):
             if number in done:
                 continue
             if failed_at is not None and failed_at < call.sequence and progress is not None:
                 break  # what comes later waits for its turn
+            calling = _Calling(self.name, message, call.function.name, call=call, processor=processor)
             try:
-                result = call.function.call(call.argument)
-                if isawaitable(result):
-                    with no_leaked_scope(call.function.name, message.aggregate_id):
-                        result = await result
-                await self.answer(processor, call, message, result)
+                await self._filtered_call(calling)
+                outcome = Outcome.HANDLED
+            except Exception as error:
+                outcome = await self._failed(calling, error, call.sequence)
+            if outcome is Outcome.UNFINISHED:
+                return outcome
+            if outcome.settles:
                 done.add(number)
-            except Exception:
-                where = (call.function.name, call.about.__name__, message.version, message.aggregate_id)
-                if self._is_ending():
-                    _log.warning("%s did not finish %s, version %s of %s: the runtime is ending", *where)
-                    return False
-                _log.exception("%s failed on %s, version %s of %s", *where)
+            else:
                 failed_at = call.sequence
-        return failed_at is None or progress is None
+            worst = _worse(worst, outcome)
+        return worst
 
-    async def _run_in_transaction(self, processor: BoundProcessor, message: M) -> bool:
-        progress = processor.progress
-        if progress is None or progress.checkpoints is None:
-            raise RuntimeError(f"{processor.name} takes a transaction, but there is no store to make one")
+    async def _call(self, handling: Handling) -> None:
+        handling.attempts += 1
+        calling = cast("_Calling", handling)
+        call, message = calling.call, calling.message
+        if call is None:
+            await self._call_in_transaction(calling.processor, message)
+            return
+        function = call.function
+        arguments = await self._arguments(function, call.envelope, message) if function.arguments else {}
+        result = function.call(call.envelope if function.takes_envelope else call.body, **arguments)
+        if isawaitable(result):
+            with no_leaked_scope(function.name, message.aggregate_id):
+                result = await result
+        if self._sender is not None:
+            await self._sender.send(result, self.role(call), call.envelope.stream)
+
+    async def _arguments(self, function: BoundFunction, envelope: Any, message: M) -> dict[str, object]:
+        state: object = None
+        if function.arguments.needs_state:
+            if isinstance(message, StateEvent):
+                state = message.state
+            elif self._repository is not None:
+                state = (await self._repository.load(message.aggregate_id, version=message.version)).state
+        return function.arguments.of(envelope, state)
+
+    async def _run_in_transaction(self, processor: BoundProcessor, message: M) -> Outcome:
+        calling = _Calling(self.name, message, processor.name, processor=processor)
+        try:
+            await self._filtered_call(calling)
+        except Exception as error:
+            outcome = await self._failed(calling, error, 0)
+            if outcome.settles:
+                try:
+                    await _in_transaction(processor, message, lambda _: None)
+                except Exception:
+                    _log.exception("%s cannot go on after version %s of %s", processor.name, message.version, message)
+                    return Outcome.UNFINISHED
+            return outcome
+        return Outcome.HANDLED
+
+    async def _call_in_transaction(self, processor: BoundProcessor, message: M) -> None:
         calls = tuple(self.calls(processor, message))
 
         def work(transaction: Any) -> None:
             for call in calls:
-                result = call.function.call(call.argument, transaction)
+                function = call.function
+                arguments = function.arguments.of(call.envelope)
+                arguments[str(function.arguments.transaction)] = transaction
+                result = function.call(call.envelope if function.takes_envelope else call.body, **arguments)
                 if isawaitable(result):
-                    refuse_awaitable(result, f"{call.function.name} returned an awaitable, which no thread awaits")
+                    refuse_awaitable(result, f"{function.name} returned an awaitable, which no thread awaits")
 
-        try:
-            await progress.checkpoints.handle_once(
-                progress.name, message.aggregate_id, message.version, progress.position, work
+        await _in_transaction(processor, message, work)
+
+    async def _failed(self, calling: _Calling, error: Exception, sequence: int) -> Outcome:
+        """Give what has failed for good to the failure recorder."""
+        message = calling.message
+        if self._is_ending():
+            _log.warning(
+                "%s did not finish version %s of %s: the runtime is ending",
+                calling.function,
+                message.version,
+                message.aggregate_id,
             )
+            return Outcome.UNFINISHED
+        failure = FailedExecution.of(
+            error,
+            function=f"{self.name}/{calling.function}",
+            aggregate_id=message.aggregate_id,
+            version=message.version,
+            sequence=sequence,
+            attempts=calling.attempts,
+        )
+        try:
+            recording = await self._failures.record(failure)
         except Exception:
-            _log.exception("%s failed on version %s of %s", processor.name, message.version, message.aggregate_id)
-            return False
-        return True
+            _log.exception(
+                "%s failed on version %s of %s (%s: %s), and recording that failed",
+                calling.function,
+                message.version,
+                message.aggregate_id,
+                failure.error,
+                failure.text,
+            )
+            return Outcome.RECORDING_FAILED
+        return _OUTCOMES[recording]
 
     async def _keep_checkpoints(self, store: EventStore) -> None:
         with self._keeping:
@@ -373,6 +413,26 @@ class ProcessorDispatcher(MessageDispatcher[M]):
             await advance(store, self._progress)
         except StoreError as error:
             _log.warning("the checkpoints of %s stay behind for now: %s", self.name, error)
+
+
+_OUTCOMES = {
+    Recording.RECORDED: Outcome.FAILURE_RECORDED,
+    Recording.WAIVED: Outcome.FAILURE_WAIVED,
+    Recording.UNRECORDED: Outcome.FAILURE_UNRECORDED,
+}
+
+
+def _worse(one: Outcome, other: Outcome) -> Outcome:
+    return max(one, other, key=lambda outcome: outcome.value)
+
+
+async def _in_transaction(processor: BoundProcessor, message: _Streamed, work: Callable[[Any], object]) -> None:
+    progress = processor.progress
+    if progress is None or progress.checkpoints is None:
+        raise RuntimeError(f"{processor.name} takes a transaction, but there is no store to make one")
+    await progress.checkpoints.handle_once(
+        progress.name, message.aggregate_id, message.version, progress.position, work
+    )
 
 
 def _aggregate_of(record: RecordedStream) -> AggregateId:

@@ -1,14 +1,18 @@
 """Aggregates and event processors: decorators, the models compiled from them, and the application's registry."""
 
 from trio_wow.domain._aggregate import AggregateModel as AggregateModel
+from trio_wow.domain._aggregate import CommandFunction as CommandFunction
 from trio_wow.domain._aggregate import aggregate as aggregate
 from trio_wow.domain._aggregate import aggregate_model as aggregate_model
+from trio_wow.domain._arguments import Arguments as Arguments
+from trio_wow.domain._arguments import checked_services as checked_services
 from trio_wow.domain._domain import Domain as Domain
+from trio_wow.domain._functions import MessageFunction as MessageFunction
 from trio_wow.domain._functions import on_command as on_command
+from trio_wow.domain._functions import on_error as on_error
 from trio_wow.domain._functions import on_event as on_event
 from trio_wow.domain._functions import on_sourcing as on_sourcing
 from trio_wow.domain._functions import on_state_event as on_state_event
-from trio_wow.domain._processor import EventFunction as EventFunction
 from trio_wow.domain._processor import ProcessorKind as ProcessorKind
 from trio_wow.domain._processor import ProcessorModel as ProcessorModel
 from trio_wow.domain._processor import event_processor as event_processor
@@ -18,14 +22,18 @@ from trio_wow.domain._processor import saga as saga
 
 __all__ = [
     "AggregateModel",
+    "Arguments",
+    "CommandFunction",
     "Domain",
-    "EventFunction",
+    "MessageFunction",
     "ProcessorKind",
     "ProcessorModel",
     "aggregate",
     "aggregate_model",
+    "checked_services",
     "event_processor",
     "on_command",
+    "on_error",
     "on_event",
     "on_sourcing",
     "on_state_event",

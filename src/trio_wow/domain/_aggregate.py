@@ -5,15 +5,34 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import attrs
+from attrs import frozen
 
-from trio_wow.domain._functions import FunctionKind, message_class, message_functions
+from trio_wow.domain._functions import AGGREGATE, FunctionKind, Parameter, Source, message_functions
 from trio_wow.errors import UnsourcedEventError
 from trio_wow.messages import DEFAULT_TENANT, AggregateId, check_name
 
-__all__ = ["AggregateModel", "aggregate", "aggregate_model"]
+__all__ = ["AggregateModel", "CommandFunction", "aggregate", "aggregate_model"]
 
 C = TypeVar("C", bound=type)
-_ATTRIBUTE = "__wow_aggregate__"
+
+
+@frozen
+class CommandFunction:
+    """A function of an aggregate that decides on a command, or is told of one that has failed.
+
+    Attributes:
+        name: the class and the method.
+        call: takes the state, for an error function the error, the command, and the arguments for `parameters`.
+        parameters: what it takes besides.
+        exists: whether a command wants its aggregate to exist already or not yet; `None` for neither.
+        errors: the classes of the errors that an error function handles.
+    """
+
+    name: str
+    call: Callable[..., object]
+    parameters: tuple[Parameter, ...]
+    exists: bool | None = None
+    errors: tuple[type, ...] = ()
 
 
 class AggregateModel:
@@ -40,22 +59,39 @@ class AggregateModel:
         self.revision = revision
         self.context = check_name("context", context)
         self.name = check_name("aggregate name", name)
-        self._decide: dict[type, Callable[[Any, Any], object]] = {}
+        self._decide: dict[type, CommandFunction] = {}
         self._source: dict[type, Callable[[Any, Any], object]] = {}
+        self._failed: dict[type, list[CommandFunction]] = {}
         _check_state(cls, has_snapshots=snapshot_every is not None)
-        for function in message_functions(cls, {FunctionKind.COMMAND, FunctionKind.SOURCING}, "aggregate"):
+        for function in message_functions(
+            cls, {FunctionKind.COMMAND, FunctionKind.SOURCING, FunctionKind.ERROR}, "aggregate"
+        ):
             where = f"{cls.__name__}.{function.name}"
-            message = message_class(function.annotation, where)
-            if function.kind is FunctionKind.COMMAND:
-                table = self._decide
-                _check_command(message, where)
-            else:
-                table = self._source
-                if function.is_async:
-                    raise TypeError(f"{where} changes state in memory and must be a plain function, not `async def`")
-            if message in table:
-                raise TypeError(f"{where} is a second @{function.kind.value} function for {message.__name__}; keep one")
-            table[message] = getattr(cls, function.name)
+            call = getattr(cls, function.name)
+            for parameter in function.parameters:
+                if parameter.source is Source.STATE:
+                    raise TypeError(f"{where}: leave {parameter.name!r} out; `self` is the aggregate's state")
+            if function.kind is FunctionKind.SOURCING and function.is_async:
+                raise TypeError(f"{where} changes state in memory and must be a plain function, not `async def`")
+            command_function = CommandFunction(where, call, function.parameters, function.exists, function.errors)
+            for message in function.handles:
+                if function.kind is FunctionKind.ERROR:
+                    self._failed.setdefault(message, []).append(command_function)
+                    continue
+                table: dict[type, Any] = self._decide if function.kind is FunctionKind.COMMAND else self._source
+                if function.kind is FunctionKind.COMMAND:
+                    _check_command(message, where)
+                if message in table:
+                    raise TypeError(
+                        f"{where} is a second @{function.kind.value} function for {message.__name__}; keep one"
+                    )
+                table[message] = call if function.kind is FunctionKind.SOURCING else command_function
+        for message, functions in self._failed.items():
+            if message not in self._decide:
+                raise TypeError(
+                    f"{functions[0].name} is told of failures of {message.__name__}, for which {cls.__name__} has no "
+                    "@on_command function"
+                )
         if not self._decide:
             raise TypeError(f"{cls.__name__} has no @on_command function")
         self.commands = tuple(self._decide)
@@ -72,13 +108,21 @@ class AggregateModel:
         """Return the state of an aggregate to which nothing has happened."""
         return self.cls(id=id)
 
-    def decide(self, state: object, command: object) -> object:
-        """Call the command function; what it returns goes through `events_of`, once awaited if it is awaitable.
+    def command_function(self, command: type) -> CommandFunction:
+        """Return the function that decides on a command.
 
         Raises:
-            KeyError: the class has no function for this command.
+            KeyError: the class has none.
         """
-        return self._decide[type(command)](state, command)
+        return self._decide[command]
+
+    def error_functions(self, command: type, error: Exception) -> tuple[CommandFunction, ...]:
+        """Return the functions that are told of an error of a command."""
+        return tuple(each for each in self._failed.get(command, ()) if isinstance(error, each.errors))
+
+    def functions(self) -> tuple[CommandFunction, ...]:
+        """Return all functions that decide on commands or are told of failed ones."""
+        return (*self._decide.values(), *(each for several in self._failed.values() for each in several))
 
     def events_of(self, command: object, decided: object) -> tuple[object, ...]:
         """Return the events in what a command function returned.
@@ -144,7 +188,7 @@ def aggregate(
             snapshot_every=snapshot_every,
             revision=revision,
         )
-        setattr(cls, _ATTRIBUTE, model)
+        setattr(cls, AGGREGATE, model)
         return cls
 
     return decorate
@@ -156,7 +200,7 @@ def aggregate_model(cls: type) -> AggregateModel:
     Raises:
         TypeError: it has not (a subclass is decorated itself).
     """
-    model = cls.__dict__.get(_ATTRIBUTE)
+    model = cls.__dict__.get(AGGREGATE)
     if not isinstance(model, AggregateModel):
         raise TypeError(f"{cls.__name__} is no aggregate; decorate it with @aggregate(context=...)")
     return model

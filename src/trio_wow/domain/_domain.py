@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from attrs import evolve
 from cattrs.preconf.orjson import OrjsonConverter
 
 from trio_wow.domain._aggregate import AggregateModel, aggregate_model
@@ -72,6 +73,10 @@ class Domain:
         """Return the model of a registered aggregate class, or `None`."""
         return next((model for model in self.aggregates if model.cls is cls), None)
 
+    def events_of(self, cls: type) -> tuple[type, ...]:
+        """Return the registered events that are of a class: itself, and those that inherit from it."""
+        return tuple(event for event in self._by_event if issubclass(event, cls))
+
     def publishers_of(self, event: type) -> tuple[AggregateModel, ...]:
         """Return the aggregates to which an event of this class can happen; none if it is not registered."""
         return tuple(self._by_event.get(event, ()))
@@ -83,6 +88,7 @@ class Domain:
         request_id: str | None = None,
         tenant: str = DEFAULT_TENANT,
         headers: Mapping[str, str] | None = None,
+        expected_version: int | None = None,
     ) -> CommandMessage:
         """Address a command to the aggregate that its `id` names, and check that it can travel.
 
@@ -91,17 +97,20 @@ class Domain:
             request_id: names what is wanted, so that it is done once; by default a new one.
             tenant: the tenant who sends it.
             headers: copied.
+            expected_version: the version at which the aggregate must be; see `CommandMessage`.
 
         Raises:
             UnroutableCommandError: no aggregate handles its class.
             InvalidIdentifierError: its `id`, the request ID or the tenant is not legal.
             SerializationError: JSON cannot hold one of its values.
+            ValueError: `expected_version` is no version.
         """
         model = self._by_command.get(type(command))
         if model is None:
             raise UnroutableCommandError(type(command))
         aggregate_id = model.aggregate_id(command.id, tenant)
         body = self.serializer.copy(command)
-        if request_id is None:
-            return CommandMessage(aggregate_id=aggregate_id, body=body, headers=headers or {})
-        return CommandMessage(aggregate_id=aggregate_id, body=body, request_id=request_id, headers=headers or {})
+        message = CommandMessage(
+            aggregate_id=aggregate_id, body=body, headers=headers or {}, expected_version=expected_version
+        )
+        return message if request_id is None else evolve(message, request_id=request_id)

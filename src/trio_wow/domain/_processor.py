@@ -1,17 +1,13 @@
 """Event processors: classes whose methods handle events."""
 
 import enum
-import typing
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from attrs import frozen
 
-from trio_wow.domain._functions import FunctionKind, MessageFunction, message_class, message_functions
-from trio_wow.messages import DomainEvent, StateEvent
+from trio_wow.domain._functions import FunctionKind, MessageFunction, message_functions
 
 __all__ = [
-    "EventFunction",
     "ProcessorKind",
     "ProcessorModel",
     "event_processor",
@@ -33,21 +29,6 @@ class ProcessorKind(enum.Enum):
 
 
 @frozen
-class EventFunction:
-    """One event function, or state-event function, of a processor class.
-
-    Attributes:
-        name: the method's name.
-        handles: the event's class, or the aggregate's.
-        takes_envelope: whether it takes a `DomainEvent` or `StateEvent` rather than the bare event or state.
-    """
-
-    name: str
-    handles: type
-    takes_envelope: bool
-
-
-@frozen
 class ProcessorModel:
     """What a processor class handles. Get it with `processor_model`.
 
@@ -56,14 +37,12 @@ class ProcessorModel:
         name: the class's name.
         event_functions: in the order of their definition.
         state_functions: in the order of their definition.
-        takes_transaction: whether its functions take the transaction in which the store keeps its checkpoint.
     """
 
     kind: ProcessorKind
     name: str
-    event_functions: tuple[EventFunction, ...]
-    state_functions: tuple[EventFunction, ...]
-    takes_transaction: bool
+    event_functions: tuple[MessageFunction, ...]
+    state_functions: tuple[MessageFunction, ...]
 
 
 def event_processor(cls: C) -> C:
@@ -79,8 +58,8 @@ def projection(cls: C) -> C:
     """Declare a class whose `@on_event` and `@on_state_event` methods keep a view of the events for reading.
 
     The view is in memory, and made anew from the first event when the process starts; or it is in the store's own
-    database, and then its functions take the transaction as their second parameter (see `on_event`), which has each
-    event's effect exactly once. One that writes elsewhere is an `@event_processor`.
+    database, and then its functions take the transaction (see `on_event`), which has each event's effect exactly once.
+    One that writes elsewhere is an `@event_processor`.
     """
     return _compile(cls, ProcessorKind.PROJECTION)
 
@@ -113,38 +92,14 @@ def _compile(cls: C, kind: ProcessorKind) -> C:
     found = list(message_functions(cls, {FunctionKind.EVENT, FunctionKind.STATE_EVENT}, kind.value))
     if not found:
         raise TypeError(f"{cls.__name__} has no @on_event or @on_state_event function")
-    functions: dict[FunctionKind, list[EventFunction]] = {FunctionKind.EVENT: [], FunctionKind.STATE_EVENT: []}
-    for each in found:
-        functions[each.kind].append(_event_function(each, f"{cls.__name__}.{each.name}"))
     setattr(
         cls,
         _ATTRIBUTE,
         ProcessorModel(
             kind=kind,
             name=cls.__name__,
-            event_functions=tuple(functions[FunctionKind.EVENT]),
-            state_functions=tuple(functions[FunctionKind.STATE_EVENT]),
-            takes_transaction=_all_or_none(cls, found),
+            event_functions=tuple(each for each in found if each.kind is FunctionKind.EVENT),
+            state_functions=tuple(each for each in found if each.kind is FunctionKind.STATE_EVENT),
         ),
     )
     return cls
-
-
-def _all_or_none(cls: type, functions: Sequence[MessageFunction]) -> bool:
-    without = [each.name for each in functions if not each.takes_transaction]
-    if 0 < len(without) < len(functions):
-        raise TypeError(
-            f"{cls.__name__}: {', '.join(without)} must take the transaction too, as its other functions do: "
-            "one checkpoint stands for all of them"
-        )
-    return not without
-
-
-def _event_function(function: MessageFunction, where: str) -> EventFunction:
-    envelope: Any = DomainEvent if function.kind is FunctionKind.EVENT else StateEvent
-    annotation = function.annotation
-    if annotation is envelope:
-        raise TypeError(f"{where}: write {envelope.__name__}[...] with the class of what it handles")
-    if typing.get_origin(annotation) is envelope:
-        return EventFunction(function.name, message_class(typing.get_args(annotation)[0], where), takes_envelope=True)
-    return EventFunction(function.name, message_class(annotation, where), takes_envelope=False)

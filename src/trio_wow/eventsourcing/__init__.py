@@ -1,5 +1,9 @@
 """Event sourcing: the contracts of stores, the memory stores, and loading aggregates from snapshots and events."""
 
+from trio_wow.eventsourcing._failures import FailedExecution as FailedExecution
+from trio_wow.eventsourcing._failures import FailureRecorder as FailureRecorder
+from trio_wow.eventsourcing._failures import LoggingFailureRecorder as LoggingFailureRecorder
+from trio_wow.eventsourcing._failures import Recording as Recording
 from trio_wow.eventsourcing._memory import InMemoryEventStore as InMemoryEventStore
 from trio_wow.eventsourcing._memory import InMemorySnapshotStore as InMemorySnapshotStore
 from trio_wow.eventsourcing._repository import AggregateRepository as AggregateRepository
@@ -14,10 +18,14 @@ __all__ = [
     "AggregateRepository",
     "CheckpointStore",
     "EventStore",
+    "FailedExecution",
+    "FailureRecorder",
     "InMemoryEventStore",
     "InMemorySnapshotStore",
     "LoadedAggregate",
+    "LoggingFailureRecorder",
     "RecordedStream",
+    "Recording",
     "Snapshot",
     "SnapshotStore",
 ]

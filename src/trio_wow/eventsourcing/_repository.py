@@ -91,6 +91,14 @@ class AggregateRepository:
         self._store = store
         self._snapshots = snapshots
 
+    def model_of(self, aggregate_id: AggregateId) -> AggregateModel:
+        """Return what an aggregate can do.
+
+        Raises:
+            KeyError: its kind is not registered.
+        """
+        return self._domain.model_of(aggregate_id)
+
     async def load(self, aggregate_id: AggregateId, *, version: int | None = None) -> LoadedAggregate:
         """Return an aggregate's present state, or that at a version; a new one if nothing has happened to it.
 

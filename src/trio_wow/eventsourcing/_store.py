@@ -136,7 +136,14 @@ class SnapshotStore(Protocol):
 
 @runtime_checkable
 class CheckpointStore(Protocol):
-    """Keeps how far processors have come, beside what they have written."""
+    """Keeps how far processors have come, beside what they have written.
+
+    Attributes:
+        transaction_type: the class of the transactions that `handle_once` gives to a processor's work. A function of a
+            projection takes one by a parameter with this annotation.
+    """
+
+    transaction_type: type
 
     async def load_checkpoint(self, processor: str) -> int:
         """Return the position up to which a processor has handled everything; 0 for one that is not known."""

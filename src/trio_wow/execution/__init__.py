@@ -3,6 +3,7 @@
 from trio_wow.execution._errors import split_cancelled as split_cancelled
 from trio_wow.execution._executor import KeyedExecutor as KeyedExecutor
 from trio_wow.execution._leaks import no_leaked_scope as no_leaked_scope
+from trio_wow.execution._plain import is_async as is_async
 from trio_wow.execution._plain import refuse_awaitable as refuse_awaitable
 from trio_wow.execution._source import BatchSource as BatchSource
 from trio_wow.execution._source import DemandSource as DemandSource
@@ -23,6 +24,7 @@ __all__ = [
     "WorkerStatistics",
     "blocking",
     "direct",
+    "is_async",
     "no_leaked_scope",
     "refuse_awaitable",
     "split_cancelled",

@@ -54,6 +54,7 @@ class CommandGateway:
         request_id: str | None = None,
         tenant: str = DEFAULT_TENANT,
         headers: Mapping[str, str] | None = None,
+        expected_version: int | None = None,
     ) -> CommandResult:
         """Send a command, and return once the bus has taken it.
 
@@ -64,6 +65,8 @@ class CommandGateway:
             request_id: names what is wanted: an aggregate stores the events of one request once. By default a new one.
             tenant: the tenant who sends it.
             headers: copied.
+            expected_version: the version at which the aggregate must be, or the command fails with
+                `ExpectedVersionError`; 0 for one to which nothing has happened. `None` for any.
 
         Returns:
             A result of stage `SENT`.
@@ -74,11 +77,12 @@ class CommandGateway:
             NoSubscriberError: no dispatcher receives it.
             InvalidIdentifierError: the command's `id`, the request ID or the tenant is not legal.
             SerializationError: JSON cannot hold one of the command's values.
+            ValueError: `expected_version` is no version.
 
         Cancellation: a cancelled call has sent nothing.
         Ordering: commands that one task sends one after the other reach an aggregate in that order.
         """
-        return await self._send(self._message(command, request_id, tenant, headers))
+        return await self._send(self._message(command, request_id, tenant, headers, expected_version))
 
     async def send_and_wait(
         self,
@@ -89,6 +93,7 @@ class CommandGateway:
         request_id: str | None = None,
         tenant: str = DEFAULT_TENANT,
         headers: Mapping[str, str] | None = None,
+        expected_version: int | None = None,
     ) -> CommandResult:
         """Send a command, and wait until it has reached a stage.
 
@@ -102,6 +107,7 @@ class CommandGateway:
             request_id: as for `send`.
             tenant: as for `send`.
             headers: as for `send`.
+            expected_version: as for `send`.
 
         Returns:
             The result of that stage. A failed command is a result with an `error`, not an exception here; see
@@ -110,7 +116,7 @@ class CommandGateway:
         Raises:
             WaitTimeoutError: the stage was not reached in time.
             WaitAbandonedError: the runtime stopped first.
-            ValueError: `timeout` is not a positive number.
+            ValueError: `timeout` is not a positive number, or `expected_version` no version.
             TypeError: `until` is no `Stage`.
             WowError: as for `send`.
 
@@ -120,7 +126,7 @@ class CommandGateway:
             raise TypeError(f"until must be a Stage, not {until!r}")
         if not 0 < timeout <= inf:
             raise ValueError(f"timeout must be a positive number of seconds, not {timeout!r}")
-        message = self._message(command, request_id, tenant, headers)
+        message = self._message(command, request_id, tenant, headers, expected_version)
         with self.results.expecting(message.id) as wait, trio.move_on_after(timeout):
             sent = await self._send(message)
             return sent if until is Stage.SENT else await wait.wait()
@@ -150,10 +156,17 @@ class CommandGateway:
         """See `RuntimeComponent.force_stop`. Nothing is held."""
 
     def _message(
-        self, command: Any, request_id: str | None, tenant: str, headers: Mapping[str, str] | None
+        self,
+        command: Any,
+        request_id: str | None,
+        tenant: str,
+        headers: Mapping[str, str] | None,
+        expected_version: int | None,
     ) -> CommandMessage:
         self._check_admission()
-        return self._domain.command_message(command, request_id=request_id, tenant=tenant, headers=headers)
+        return self._domain.command_message(
+            command, request_id=request_id, tenant=tenant, headers=headers, expected_version=expected_version
+        )
 
     def _check_admission(self) -> None:
         admission = self._admission

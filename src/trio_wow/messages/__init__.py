@@ -3,6 +3,7 @@
 from trio_wow.messages._envelopes import CommandMessage as CommandMessage
 from trio_wow.messages._envelopes import DomainEvent as DomainEvent
 from trio_wow.messages._envelopes import DomainEventStream as DomainEventStream
+from trio_wow.messages._envelopes import Headers as Headers
 from trio_wow.messages._envelopes import StateEvent as StateEvent
 from trio_wow.messages._identity import DEFAULT_TENANT as DEFAULT_TENANT
 from trio_wow.messages._identity import AggregateId as AggregateId
@@ -27,6 +28,7 @@ __all__ = [
     "DomainEvent",
     "DomainEventStream",
     "EventUpgrader",
+    "Headers",
     "MessageType",
     "MessageTypes",
     "Serializer",

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from datetime import UTC, datetime
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NewType, TypeVar
 from uuid import uuid4
 
 from attrs import evolve, field, frozen
@@ -11,10 +11,13 @@ from attrs import evolve, field, frozen
 from trio_wow.errors import SerializationError
 from trio_wow.messages._identity import AggregateId, check_identifier
 
-__all__ = ["CommandMessage", "DomainEvent", "DomainEventStream", "StateEvent"]
+__all__ = ["CommandMessage", "DomainEvent", "DomainEventStream", "Headers", "StateEvent"]
 
 B_co = TypeVar("B_co", covariant=True)
 S_co = TypeVar("S_co", covariant=True)
+
+Headers = NewType("Headers", dict[str, str])
+"""Annotates a parameter of a message function that takes the headers of its message."""
 
 
 def _new_id() -> str:
@@ -58,18 +61,22 @@ class CommandMessage:
         body: the command itself, an attrs object.
         id: names this message; a command sent again is another message.
         request_id: names what is wanted; an aggregate stores the events of one request once. By default `id`.
+        expected_version: the version at which the aggregate must be for the command to be decided; 0 for one to which
+            nothing has happened; `None` for any.
         headers: the message's own copy of what it was made with.
         created_at: wall time, UTC.
 
     Raises:
         InvalidIdentifierError: `id` or `request_id` is not legal.
         SerializationError: a header is no text, or holds a lone surrogate.
+        ValueError: the expected version is no int from 0 to 2**63-1.
     """
 
     aggregate_id: AggregateId
     body: Any
     id: str = field(factory=_new_id)
     request_id: str = field()
+    expected_version: int | None = None
     headers: dict[str, str] = field(factory=dict, converter=checked_headers)
     created_at: datetime = field(factory=_now)
 
@@ -80,6 +87,9 @@ class CommandMessage:
     def __attrs_post_init__(self) -> None:
         check_identifier("command ID", self.id)
         check_identifier("request ID", self.request_id)
+        version = self.expected_version
+        if version is not None and (type(version) is not int or not 0 <= version < 2**63):
+            raise ValueError(f"expected_version must be an int from 0 to 2**63-1, or None, not {version!r}")
 
     def routed(self) -> "CommandMessage":
         """Return a copy for one route: equal, with headers of its own."""
@@ -183,6 +193,11 @@ class StateEvent(Generic[S_co]):
     def version(self) -> int:
         """The aggregate's version."""
         return self.stream.version
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """The headers of the stream."""
+        return self.stream.headers
 
     def routed(self) -> "StateEvent[S_co]":
         """Return a copy for one route: with headers and a state of its own."""

@@ -73,5 +73,5 @@ class CommandResult:
             CommandFailedError: the command failed.
         """
         if self.error is not None:
-            raise CommandFailedError(self.error.code, self.error.text)
+            raise CommandFailedError(self.error.code, self.error.text, retryable=self.error.undecided)
         return self

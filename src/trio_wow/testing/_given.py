@@ -1,29 +1,33 @@
 """Given-when-expect for aggregates: what happened, what is asked, what must come of it. No runtime, no store."""
 
-from collections.abc import Awaitable, Coroutine, Iterable
+from collections.abc import Awaitable, Coroutine, Iterable, Mapping
 from inspect import isawaitable
 from typing import Any
 
 import trio
 
+from trio_wow.dispatch import FunctionRegistry
 from trio_wow.domain import AggregateModel, Domain, aggregate_model
+from trio_wow.messages import CommandMessage
 
 __all__ = ["AggregateCase", "given"]
 
 
-def given(aggregate: type, id: str, *events: object) -> "AggregateCase":
+def given(aggregate: type, id: str, *events: object, services: Mapping[type, object] | None = None) -> "AggregateCase":
     """Begin a test of one aggregate to which these events have happened.
 
     Args:
         aggregate: a class decorated with `@aggregate`.
         id: the aggregate's ID.
         events: the bodies, in order.
+        services: what its functions get for parameters that are annotated with a class; by that class.
 
     Raises:
+        ConfigurationError: one of them takes a service that is not there.
         TypeError: it is no aggregate.
         UnsourcedEventError: it cannot source one of the events.
     """
-    return AggregateCase(aggregate_model(aggregate), id, events)
+    return AggregateCase(aggregate_model(aggregate), id, events, services)
 
 
 class AggregateCase:
@@ -36,9 +40,14 @@ class AggregateCase:
         state: the aggregate's present state.
     """
 
-    def __init__(self, model: AggregateModel, id: str, events: Iterable[object]) -> None:
+    def __init__(
+        self, model: AggregateModel, id: str, events: Iterable[object], services: Mapping[type, object] | None
+    ) -> None:
         self._model = model
-        self._serializer = Domain([model.cls]).serializer
+        domain = Domain([model.cls])
+        self._serializer = domain.serializer
+        self._registry = FunctionRegistry(domain, services=services)
+        self._registry.seal()
         self._id = model.aggregate_id(id).id
         self._history = [*events]
         self._events: tuple[object, ...] | None = None
@@ -63,7 +72,9 @@ class AggregateCase:
         self._events = None
         state = self._rebuild()
         try:
-            decided = self._model.decide(state, command)
+            function = self._model.command_function(type(command))
+            message = CommandMessage(aggregate_id=self._model.aggregate_id(self._id), body=command)
+            decided = function.call(state, command, **self._registry.command_arguments(function).of(message))
             if isawaitable(decided):
                 decided = _run_without_waiting(decided, command)
             events = self._model.events_of(command, decided)

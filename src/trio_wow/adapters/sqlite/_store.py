@@ -86,6 +86,7 @@ class SqliteStore:
     """
 
     name = "sqlite-store"
+    transaction_type: type = sqlite3.Connection
 
     def __init__(self, path: str | os.PathLike[str], serializer: Serializer, *, busy_timeout: float = 5.0) -> None:
         if not 0 < busy_timeout < inf:
