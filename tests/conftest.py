@@ -4,9 +4,11 @@ import os
 from collections.abc import Iterator
 
 import pytest
+import stamina
 from thread_support import Gates
 
 from trio_wow import KeyedExecutor
+from trio_wow.dispatch import Retry
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -26,6 +28,19 @@ def blocking_calls_are_refused() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(defaults, "blocking_calls", "raise")
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def retries_follow_at_once() -> Iterator[None]:
+    """Retries that a test does not say otherwise for do not wait, and are not logged."""
+    defaults = Retry.__init__.__kwdefaults__
+    assert defaults is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(defaults, "backoff", 0.0)
+        patch.setitem(defaults, "jitter", 0.0)
+        stamina.instrumentation.set_on_retry_hooks([])
+        yield
+        stamina.instrumentation.set_on_retry_hooks(None)
 
 
 @pytest.fixture

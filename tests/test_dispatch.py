@@ -42,7 +42,7 @@ from trio_wow import (
     saga,
 )
 from trio_wow.buses import InMemoryCommandBus, InMemoryDomainEventBus
-from trio_wow.dispatch import CommandDispatcher, CommandResults, EventDispatcher, ProjectionDispatcher, SagaDispatcher
+from trio_wow.dispatch import CommandDispatcher, CommandResults, FunctionRegistry, ProjectionDispatcher, SagaDispatcher
 from trio_wow.domain import Domain
 from trio_wow.errors import (
     AdmissionClosedError,
@@ -62,6 +62,13 @@ from trio_wow.runtime import Runtime
 
 async def stored(app: App, id: str) -> Sequence[DomainEventStream]:
     return await app.store.load(app.domain.model_of(app.domain.command_message(Step(id)).aggregate_id).aggregate_id(id))
+
+
+def registry_of(domain: Domain, *processors: object) -> FunctionRegistry:
+    registry = FunctionRegistry(domain)
+    for processor in processors:
+        registry.register(processor)
+    return registry
 
 
 class Jittery(InMemoryEventStore):
@@ -463,9 +470,12 @@ class TestProcessors:
             Stepped(101),
             ("chains.chain/a", 1, 2, {"h": "1"}),
         ]
-        assert [record.getMessage() for record in caplog.records] == [
-            "Bad.stepped failed on Stepped, version 1 of chains.chain/a"
-        ]
+        (first, second) = [record.getMessage() for record in caplog.records]
+        assert first == second
+        assert first.startswith(
+            "event-dispatcher/Bad.stepped failed on version 1 of chains.chain/a, after 4 attempts: "
+            "LookupError: no such thing\nTraceback"
+        )
 
     async def test_k1_one_receiver_for_each_bounded_context_in_the_group_of_the_dispatcher(self) -> None:
         app = App([Chain, Notebook], [Everything(), Answering(0)])
@@ -495,7 +505,10 @@ class TestProcessors:
                         nursery.start_soon(gateway.send, Step(rng.choice("abc"), number))
             assert {id: list(range(1, len(v) + 1)) for id, v in steps.versions.items()} == steps.versions, seed
 
-    def test_processors_of_the_wrong_kind_and_unknown_events_are_refused_together(self) -> None:
+    def test_all_that_does_not_fit_is_told_together(self) -> None:
+        class Clock:
+            pass
+
         @frozen
         class Foreign:
             pass
@@ -505,16 +518,22 @@ class TestProcessors:
             @on_event
             def foreign(self, event: Foreign) -> None: ...
 
+        @event_processor
+        class Taking:
+            @on_event
+            def stepped(self, event: Stepped, clock: Clock) -> None: ...
+
         domain = Domain([Chain])
+        registry = FunctionRegistry(domain)
+        for processor in (Wrong(), Taking()):
+            registry.register(processor)
         with pytest.raises(ConfigurationError) as caught:
-            EventDispatcher([Wrong(), Answering(0)], domain, InMemoryDomainEventBus())
+            registry.seal()
         assert caught.value.problems == (
-            "Wrong is a @projection; EventDispatcher takes a @event_processor",
             "Wrong.foreign handles Foreign, which no aggregate of the domain sources",
-            "Answering is a @saga; EventDispatcher takes a @event_processor",
+            "Taking.stepped takes clock: Clock, which is neither a registered service nor the store's transaction; "
+            "give the App services={Clock: ...}, or a store that has such transactions",
         )
-        with pytest.raises(ConfigurationError, match="no aggregate of the domain sources"):
-            ProjectionDispatcher([Wrong()], domain, InMemoryDomainEventBus())
         with pytest.raises(ConfigurationError, match="no aggregate of the domain sources"):
             App([Chain], [Wrong()])
         with pytest.raises(TypeError, match="is no processor"):
@@ -524,7 +543,7 @@ class TestProcessors:
 class TestSagas:
     def test_two_sagas_of_one_name_are_refused(self) -> None:
         """The request IDs of their commands would be the same."""
-        with pytest.raises(ConfigurationError, match="several sagas are named Answering; give one class another name"):
+        with pytest.raises(ConfigurationError, match="several @saga classes are named Answering, .*; give one another"):
             App([Chain], [Answering(1), Answering(2)])
 
     async def test_commands_go_out_with_request_ids_of_their_event_and_role(self) -> None:
@@ -558,9 +577,10 @@ class TestSagas:
         async with serving(App([Chain], [Lost()])) as gateway:
             await gateway.send_and_wait(Step("a"))
         (record,) = caplog.records
-        assert record.getMessage().startswith("Lost.stepped failed on Stepped")
-        assert record.exc_info
-        assert "no aggregate handles Nowhere" in str(record.exc_info[1])
+        assert record.getMessage().startswith(
+            "saga-dispatcher/Lost.stepped failed on version 1 of chains.chain/a, after 1 "
+        )
+        assert "UnroutableCommandError: no aggregate handles Nowhere" in record.getMessage()
 
     async def test_a_command_that_nobody_receives_is_logged(self, caplog: pytest.LogCaptureFixture) -> None:
         domain = Domain([Chain])
@@ -569,7 +589,7 @@ class TestSagas:
         dispatcher = CommandDispatcher(
             domain, commands, InMemoryEventStore(domain.serializer), events, results=gateway.results
         )
-        lost = SagaDispatcher([Answering(1)], domain, events, InMemoryCommandBus())
+        lost = SagaDispatcher(registry_of(domain, Answering(1)), events, InMemoryCommandBus())
         runtime = Runtime([dispatcher, lost, gateway], signals=False, shutdown_quiet_period=0)
         async with trio.open_nursery() as nursery:
             await nursery.start(runtime.serve)
@@ -684,7 +704,7 @@ class TestStop:
                 return super().receiver(subscription)
 
         domain, bus = Domain([Chain, Notebook]), Second()
-        dispatcher = ProjectionDispatcher([Everything()], domain, bus)
+        dispatcher = ProjectionDispatcher(registry_of(domain, Everything()), bus)
         with pytest.raises(OSError, match="no more"):
             await Runtime([dispatcher], signals=False).serve()
         stream = DomainEventStream(
@@ -784,7 +804,7 @@ class TestStop:
         gateway = CommandGateway(domain, commands)
         store = Waiting(domain.serializer)
         dispatcher = CommandDispatcher(domain, commands, store, events, results=gateway.results)
-        projections = ProjectionDispatcher([steps], domain, events)
+        projections = ProjectionDispatcher(registry_of(domain, steps), events)
         runtime = Runtime([dispatcher, projections, failing, gateway], signals=False)
         with pytest.raises(ExceptionGroup) as caught, caplog.at_level(logging.WARNING):
             async with trio.open_nursery() as nursery:

@@ -42,7 +42,6 @@ from trio_wow.adapters.sqlite import SqliteStore
 from trio_wow.errors import (
     AdmissionClosedError,
     AppendOutcomeUnknownError,
-    CommandFailedError,
     DuplicateRequestIdError,
     RuntimeStateError,
     SerializationError,
@@ -52,7 +51,7 @@ from trio_wow.errors import (
     VersionConflictError,
     WaitAbandonedError,
 )
-from trio_wow.eventsourcing import EventStore
+from trio_wow.eventsourcing import EventStore, FailedExecution
 from trio_wow.messages import CommandError, DomainEventStream, Serializer
 from trio_wow.runtime import RuntimeState
 
@@ -157,13 +156,14 @@ class StoreTrouble:
 
     def __call__(self, record: logging.LogRecord) -> bool:
         """See `logging.Filter.filter`."""
+        failure: FailedExecution | None = getattr(record, "failure", None)
+        if failure is not None:  # a saga's command, logged for itself too
+            return not any(each.__name__ in (failure.error, failure.text.partition(":")[0]) for each in STORE_TROUBLE)
         arguments = record.args if isinstance(record.args, tuple) else ()
         for error in (record.exc_info and record.exc_info[1], *arguments):
             if isinstance(error, STORE_TROUBLE):
                 self.last = error
                 return False
-            if isinstance(error, CommandFailedError) and error.code in {each.__name__ for each in STORE_TROUBLE}:
-                return False  # a saga's command, logged for itself too
         return True
 
 
@@ -422,6 +422,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     # What the runtime logs of a forced stop is also raised, and told in one line here.
     logging.getLogger("trio_wow.runtime").setLevel(logging.CRITICAL)
+    logging.getLogger("stamina").setLevel(logging.CRITICAL)
     troubles = StoreTrouble()
     code = INTERRUPTED
     try:

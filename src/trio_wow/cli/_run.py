@@ -36,6 +36,7 @@ def serve(target: str, *, file: str | None, arguments: Mapping[str, object], lev
         app = load_app(target, show_traceback=show_traceback)
         if not logging.root.handlers:
             logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+            logging.getLogger("stamina").setLevel(logging.ERROR)  # it says no more than that something is tried again
         base = app.settings if app.has_own_settings else None
         runtime = app.runtime(settings=load_settings(file=file, arguments=arguments, base=base))
         _stop_at_signals(runtime)

@@ -11,7 +11,7 @@ from trio_wow.buses import CommandBus, DomainEventBus, StateEventBus
 from trio_wow.dispatch._filters import FilterChain, Retry
 from trio_wow.dispatch._processors import BoundProcessor, Call, ProcessorDispatcher, ProcessorParts
 from trio_wow.dispatch._progress import CatchUp
-from trio_wow.dispatch._registry import FunctionRegistry, RegisteredProcessor
+from trio_wow.dispatch._registry import FunctionRegistry, RegisteredProcessor, is_in_memory
 from trio_wow.dispatch._results import CommandResults
 from trio_wow.dispatch._sender import MAX_HOPS, SagaSender
 from trio_wow.domain import ProcessorKind
@@ -202,7 +202,7 @@ class EventDispatcher:
                 processor.instance,
                 f"{self.name}/{name}",
                 _topics(processor),
-                in_memory=processor.kind is ProcessorKind.PROJECTION and not processor.in_transaction,
+                in_memory=is_in_memory(processor),
                 in_transaction=processor.in_transaction,
             )
         return BoundProcessor(processor, progress)

@@ -1,16 +1,17 @@
 """Filters around handlers: the chain, and the filters that dispatchers have by default."""
 
 import enum
+import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from math import inf
-from typing import Any, TypeAlias
+from typing import Any, Protocol
 
 import stamina
 from attrs import define
 
 from trio_wow.buses import MessageExchange
 from trio_wow.dispatch._results import CommandResults
-from trio_wow.errors import WowError
+from trio_wow.errors import WowError, printable
 from trio_wow.execution import is_async
 from trio_wow.messages import CommandResult
 
@@ -39,6 +40,9 @@ class Outcome(enum.Enum):
         return self.value <= Outcome.FAILURE_WAIVED.value
 
 
+_log = logging.getLogger("trio_wow.dispatch")
+
+
 @define(eq=False)
 class Handling:
     """One message on its way through a dispatcher, or one call of a function for it.
@@ -47,7 +51,7 @@ class Handling:
         dispatcher: the dispatcher's name.
         message: the envelope.
         function: the class and the method that is called; `None` around the message as a whole.
-        attempts: how often the function has been called, this time included.
+        attempts: how often the function has been called for this, this time included.
         exchange: the delivery, around the message as a whole.
         outcome: what has become of the message, when it has been handled, and around the message as a whole.
         acknowledged: whether it has been acknowledged.
@@ -64,8 +68,20 @@ class Handling:
     result: CommandResult | None = None
 
 
-Handler: TypeAlias = Callable[[Handling], Awaitable[object]]
-Filter: TypeAlias = Callable[[Handling, Handler], Awaitable[object]]
+class Handler(Protocol):
+    """What comes next in a chain: another filter, or what handles the message or calls the function."""
+
+    def __call__(self, handling: Handling, /) -> Awaitable[object]:
+        """Go on."""
+        ...
+
+
+class Filter(Protocol):
+    """See `FilterChain`."""
+
+    def __call__(self, handling: Handling, proceed: Handler, /) -> Awaitable[object]:
+        """Do something around what comes next."""
+        ...
 
 
 class FilterChain:
@@ -220,14 +236,16 @@ class Retry:
         try:
             return await proceed(handling)
         except Exception as error:
-            if self._attempts == 1 or not self._on(error):
+            # What has failed for good before, and is tried again because the next message has come, has one attempt.
+            left = None if self._attempts is None else self._attempts - handling.attempts
+            if (left is not None and left < 1) or not self._on(error):
                 raise
             failed = error
         try:
             # The time that has failed already is the first attempt: most calls never pay for the machinery.
             async for attempt in stamina.retry_context(
                 on=self._on,
-                attempts=self._attempts,
+                attempts=None if left is None else left + 1,
                 timeout=None,
                 wait_initial=self._backoff,
                 wait_max=self._max_backoff,
@@ -235,6 +253,12 @@ class Retry:
             ):
                 with attempt:
                     if attempt.num == 1:
+                        _log.info(
+                            "%s failed (%s: %s); it is tried again",
+                            handling.function or handling.dispatcher,
+                            type(failed).__name__,
+                            printable(failed),
+                        )
                         raise failed
                     return await proceed(handling)
         finally:

@@ -74,10 +74,17 @@ class Call:
 
 @define(eq=False)
 class _Calling(Handling):
-    """One call on its way through the function filters; where all of a processor's share a transaction, those."""
+    """One call on its way through the function filters; where all of a processor's share a transaction, those.
+
+    Attributes:
+        processor: whose function it is.
+        call: `None` for those that share a transaction.
+        number: of the call, among those for one message.
+    """
 
     processor: BoundProcessor = field(kw_only=True)
     call: Call | None = field(default=None, kw_only=True)
+    number: int = field(default=0, kw_only=True)
 
 
 class _Streamed(Protocol):
@@ -295,12 +302,8 @@ class ProcessorDispatcher(MessageDispatcher[M]):
                 continue
             if failed_at is not None and failed_at < call.sequence and progress is not None:
                 break  # what comes later waits for its turn
-            calling = _Calling(self.name, message, call.function.name, call=call, processor=processor)
-            try:
-                await self._filtered_call(calling)
-                outcome = Outcome.HANDLED
-            except Exception as error:
-                outcome = await self._failed(calling, error, call.sequence)
+            calling = _Calling(self.name, message, call.function.name, call=call, processor=processor, number=number)
+            outcome = await self._run_call(calling, call.sequence)
             if outcome is Outcome.UNFINISHED:
                 return outcome
             if outcome.settles:
@@ -309,6 +312,18 @@ class ProcessorDispatcher(MessageDispatcher[M]):
                 failed_at = call.sequence
             worst = _worse(worst, outcome)
         return worst
+
+    async def _run_call(self, calling: "_Calling", sequence: int) -> Outcome:
+        progress, aggregate_id = calling.processor.progress, calling.message.aggregate_id
+        if progress is not None:
+            calling.attempts = progress.attempts(aggregate_id).get(calling.number, 0)
+        try:
+            await self._filtered_call(calling)
+        except Exception as error:
+            if progress is not None:
+                progress.attempts(aggregate_id)[calling.number] = calling.attempts
+            return await self._failed(calling, error, sequence)
+        return Outcome.HANDLED
 
     async def _call(self, handling: Handling) -> None:
         handling.attempts += 1
@@ -337,18 +352,16 @@ class ProcessorDispatcher(MessageDispatcher[M]):
 
     async def _run_in_transaction(self, processor: BoundProcessor, message: M) -> Outcome:
         calling = _Calling(self.name, message, processor.name, processor=processor)
-        try:
-            await self._filtered_call(calling)
-        except Exception as error:
-            outcome = await self._failed(calling, error, 0)
-            if outcome.settles:
-                try:
-                    await _in_transaction(processor, message, lambda _: None)
-                except Exception:
-                    _log.exception("%s cannot go on after version %s of %s", processor.name, message.version, message)
-                    return Outcome.UNFINISHED
-            return outcome
-        return Outcome.HANDLED
+        outcome = await self._run_call(calling, 0)
+        if outcome.settles and outcome is not Outcome.HANDLED:
+            try:
+                await _in_transaction(processor, message, lambda _: None)
+            except Exception:
+                _log.exception(
+                    "%s cannot go on after version %s of %s", processor.name, message.version, message.aggregate_id
+                )
+                return Outcome.UNFINISHED
+        return outcome
 
     async def _call_in_transaction(self, processor: BoundProcessor, message: M) -> None:
         calls = tuple(self.calls(processor, message))

@@ -1,6 +1,6 @@
 """How far processors have come with the streams of a store."""
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
 from trio_wow.eventsourcing import CheckpointStore, EventStore, RecordedStream
@@ -47,6 +47,7 @@ class Progress:
         self._ahead: dict[AggregateId, int] = {}
         self._settled: OrderedDict[AggregateId, int] = OrderedDict()
         self._done: dict[AggregateId, set[int]] = {}
+        self._attempts: dict[AggregateId, Counter[int]] = {}
 
     def wants(self, aggregate_id: AggregateId) -> bool:
         """Whether the processor subscribes to this aggregate."""
@@ -69,6 +70,7 @@ class Progress:
         # The other may have handled more of these aggregates than is known here.
         self._settled.clear()
         self._done.clear()
+        self._attempts.clear()
 
     async def save(self) -> None:
         """Keep the position in the store."""
@@ -97,11 +99,16 @@ class Progress:
         """Return which calls for the version after the last handled one have succeeded; add to it those that do."""
         return self._done.setdefault(aggregate_id, set())
 
+    def attempts(self, aggregate_id: AggregateId) -> Counter[int]:
+        """Return how often each call for the version after the last handled one has failed, to be counted on."""
+        return self._attempts.setdefault(aggregate_id, Counter())
+
     def handled(self, aggregate_id: AggregateId, version: int) -> None:
         """Take note that a version is handled; all before it are."""
         self._ahead[aggregate_id] = version
         self._settled.pop(aggregate_id, None)
         self._done.pop(aggregate_id, None)
+        self._attempts.pop(aggregate_id, None)
 
     def advance(self, page: Sequence[RecordedStream]) -> bool:
         """Move the position over what is handled, and say whether that was all of a page that follows it."""

@@ -18,7 +18,7 @@ from trio_wow.domain import (
 )
 from trio_wow.errors import ConfigurationError, RuntimeStateError
 
-__all__ = ["BoundFunction", "FunctionRegistry", "RegisteredProcessor"]
+__all__ = ["BoundFunction", "FunctionRegistry", "RegisteredProcessor", "is_in_memory"]
 
 
 @frozen
@@ -57,6 +57,11 @@ class RegisteredProcessor:
     functions: Mapping[type, Sequence[BoundFunction]]
     aggregates: Sequence[AggregateModel]
     in_transaction: bool
+
+
+def is_in_memory(processor: RegisteredProcessor) -> bool:
+    """Whether a processor's view ends with the process, so that it is made anew when that starts."""
+    return processor.kind is ProcessorKind.PROJECTION and not processor.in_transaction
 
 
 class FunctionRegistry:
@@ -128,12 +133,15 @@ class FunctionRegistry:
         """
         problems = [*self._problems]
         for kind in ProcessorKind:
+            in_memory = {
+                each.name for each in (*self._on_events, *self._on_states) if is_in_memory(each) and each.kind is kind
+            }
             names = Counter(model.name for model in self._models if model.kind is kind)
             problems += [
                 f"several @{kind.value} classes are named {name}, so that they would share one checkpoint, and sagas "
                 "the IDs of their requests; give one another name"
                 for name, count in names.items()
-                if count > 1 and kind is not ProcessorKind.PROJECTION
+                if count > 1 and name not in in_memory
             ]
         if problems:
             raise ConfigurationError(problems)

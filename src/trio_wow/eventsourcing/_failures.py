@@ -111,7 +111,10 @@ class FailureRecorder(Protocol):
 
 
 class LoggingFailureRecorder:
-    """Logs each failure as an error, with its traceback, to the logger `trio_wow.dispatch`."""
+    """Logs each failure as an error, with its traceback, to the logger `trio_wow.dispatch`.
+
+    The log record has the failure in its attribute `failure`.
+    """
 
     async def record(self, failure: FailedExecution, /) -> Recording:
         """See `FailureRecorder.record`."""
@@ -124,5 +127,6 @@ class LoggingFailureRecorder:
             failure.error,
             failure.text,
             failure.traceback,
+            extra={"failure": failure},
         )
         return Recording.UNRECORDED
