@@ -29,9 +29,9 @@ class RuntimeContext:
     admission: Admission
     _report: Callable[[BaseException], object]
 
-    def try_acquire(self, name: str | None = None) -> ActivityLease | None:
-        """Give a lease for one complete operation, or `None` once admission has closed."""
-        return self.admission.try_acquire(name)
+    def try_acquire(self, name: str | None = None, *parts: object) -> ActivityLease | None:
+        """Give a lease for one complete operation, or `None` once admission has closed; see `Admission.try_acquire`."""
+        return self.admission.try_acquire(name, *parts)
 
     def report_failure(self, error: BaseException) -> None:
         """Say that the component cannot go on. Fatal: the runtime stops and `serve` raises `error`."""
