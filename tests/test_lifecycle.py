@@ -1,0 +1,139 @@
+"""Dispatchers through the end of a runtime: what a stop finishes, what it interrupts, and what it says meanwhile."""
+
+import pytest
+import trio
+from chain_domain import Answering, Chain, Step, Stepped, Steps
+from support import collect
+from trio.testing import MockClock, wait_all_tasks_blocked
+
+from trio_wow import App, DomainEvent, KeyedExecutor, event_processor, on_event
+from trio_wow.buses import InMemoryCommandBus, InMemoryDomainEventBus
+from trio_wow.dispatch import CommandDispatcher, EventDispatcher
+from trio_wow.domain import Domain
+from trio_wow.eventsourcing import InMemoryEventStore
+from trio_wow.messages import AggregateId, DomainEventStream
+from trio_wow.runtime import RuntimeContext
+
+CHAIN_A = AggregateId("chains", "chain", "a")
+
+
+class StuckStore(InMemoryEventStore):
+    """An append never returns."""
+
+    async def append(self, stream: DomainEventStream) -> None:
+        await trio.sleep_forever()
+
+
+class BrokenStore(InMemoryEventStore):
+    """An append raises what nobody expects."""
+
+    async def append(self, stream: DomainEventStream) -> None:
+        raise KeyboardInterrupt
+
+
+class TestWithoutARuntime:
+    async def test_a_dispatcher_works_in_a_context_of_its_own_on_the_shared_executor(self) -> None:
+        domain, bus, events = Domain([Chain]), InMemoryCommandBus(), InMemoryDomainEventBus()
+        store = InMemoryEventStore(domain.serializer)
+        dispatcher = CommandDispatcher(domain, bus, store, events)
+        async with trio.open_nursery() as nursery:
+            context = RuntimeContext(nursery)
+            assert context.executor is KeyedExecutor.shared()
+            assert not context.stop_requested.is_set()
+            await dispatcher.prepare(context)
+            dispatcher.start()
+            await bus.send(domain.command_message(Step("a", 1)))
+            await bus.send(domain.command_message(Step("a", 2)))
+            assert len(context.executor.statistics().dispatches) <= 1
+            await dispatcher.stop()
+            assert not nursery.child_tasks
+            assert context.admission.leases == ()
+        assert [stream.events for stream in await store.load(CHAIN_A)] == [(Stepped(1),), (Stepped(2),)]
+        assert not context.executor.statistics().closed
+
+    async def test_two_contexts_share_nothing_but_the_executor(self) -> None:
+        async with trio.open_nursery() as nursery:
+            one, other = RuntimeContext(nursery), RuntimeContext(nursery)
+            one.admission.close()
+            one.stop_requested.set()
+            assert one.try_acquire() is None
+            assert other.admission.intake_is_open
+            assert not other.stop_requested.is_set()
+            assert one.executor is other.executor
+
+    async def test_a_reported_failure_makes_the_nursery_raise(self) -> None:
+        error = ValueError("broken")
+        with pytest.raises(ExceptionGroup) as caught:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(trio.sleep_forever)
+                RuntimeContext(nursery).report_failure(error)
+        assert caught.value.exceptions == (error,)
+
+    async def test_a_dispatcher_that_breaks_ends_the_nursery_with_its_error(self) -> None:
+        domain, bus = Domain([Chain]), InMemoryCommandBus()
+        dispatcher = CommandDispatcher(domain, bus, BrokenStore(domain.serializer), InMemoryDomainEventBus())
+        with pytest.raises(BaseExceptionGroup) as caught:
+            async with trio.open_nursery() as nursery:
+                await dispatcher.prepare(RuntimeContext(nursery))
+                dispatcher.start()
+                await bus.send(domain.command_message(Step("a")))
+                await trio.sleep_forever()
+        broken, other = caught.value.split(KeyboardInterrupt)
+        assert broken is not None
+        assert other is None
+
+    async def test_an_event_dispatcher_finishes_what_it_has_when_it_is_stopped(self, autojump_clock: MockClock) -> None:
+        seen: list[int] = []
+
+        @event_processor
+        class Slow:
+            @on_event
+            async def stepped(self, event: DomainEvent[Stepped]) -> None:
+                await trio.sleep(1)
+                seen.append(event.body.number)
+
+        domain, bus = Domain([Chain]), InMemoryDomainEventBus()
+        dispatcher = EventDispatcher([Slow()], domain, bus)
+        async with trio.open_nursery() as nursery:
+            context = RuntimeContext(nursery)
+            await dispatcher.prepare(context)
+            dispatcher.start()
+            for version in (1, 2):
+                await bus.send(
+                    DomainEventStream(
+                        aggregate_id=CHAIN_A,
+                        version=version,
+                        events=[Stepped(version)] * version,
+                        command_id="c",
+                        request_id="r",
+                    )
+                )
+            assert [lease.name for lease in context.admission.leases] == [
+                "Stepped of chains.chain/a, version 1, in event-dispatcher",
+                "Stepped and 1 more of chains.chain/a, version 2, in event-dispatcher",
+            ]
+            await dispatcher.stop()
+        assert seen == [1, 2, 2]
+
+
+class TestStatistics:
+    async def test_a_lease_tells_the_class_of_the_body_and_the_aggregate(self, autojump_clock: MockClock) -> None:
+        domain = Domain([Chain])
+        app = App(domain, [Answering(2), Steps()], store=StuckStore(domain.serializer))
+        runtime = app.runtime(signals=False, shutdown_timeout=5)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(collect, runtime.serve)
+            await wait_all_tasks_blocked()
+            await app.gateway.send(Step("a"))
+            await trio.sleep(2)
+            statistics = runtime.statistics()
+            assert [(lease.name, lease.age) for lease in statistics.leases] == [
+                ("Step for chains.chain/a, in command-dispatcher", 2.0)
+            ]
+            assert {each.name: each.tasks for each in statistics.components} == {
+                "command-dispatcher": ("receiver chains", "mailbox chains.chain/a"),
+                "projection-dispatcher": ("checkpoints of projection-dispatcher", "receiver chains"),
+                "saga-dispatcher": ("checkpoints of saga-dispatcher", "receiver chains"),
+                "command-gateway": (),
+            }
+            runtime.request_stop()
