@@ -1,17 +1,21 @@
 """Dispatchers through the end of a runtime: what a stop finishes, what it interrupts, and what it says meanwhile."""
 
+import random
+from collections.abc import Callable
+
 import pytest
 import trio
 from chain_domain import Answering, Chain, Step, Stepped, Steps
 from support import collect
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from trio_wow import App, DomainEvent, KeyedExecutor, event_processor, on_event
+from trio_wow import App, DomainEvent, KeyedExecutor, event_processor, on_event, projection, saga
 from trio_wow.buses import InMemoryCommandBus, InMemoryDomainEventBus
 from trio_wow.dispatch import CommandDispatcher, EventDispatcher
 from trio_wow.domain import Domain
+from trio_wow.errors import AdmissionClosedError
 from trio_wow.eventsourcing import InMemoryEventStore
-from trio_wow.messages import AggregateId, DomainEventStream
+from trio_wow.messages import AggregateId, DomainEventStream, Serializer
 from trio_wow.runtime import RuntimeContext
 
 CHAIN_A = AggregateId("chains", "chain", "a")
@@ -114,6 +118,104 @@ class TestWithoutARuntime:
             ]
             await dispatcher.stop()
         assert seen == [1, 2, 2]
+
+
+class Marks:
+    """Points in the middle of a chain: each takes a few checkpoints, and one of them asks for a stop."""
+
+    def __init__(self, rng: random.Random, stop_at: int) -> None:
+        self.rng = rng
+        self.stop_at = stop_at
+        self.passed: list[str] = []
+        self.stop: Callable[[], object] = lambda: None
+        self.stopped_at = ""
+
+    async def mark(self, point: str) -> None:
+        if len(self.passed) == self.stop_at:
+            self.stopped_at = point
+            self.stop()
+        self.passed.append(point)
+        for _ in range(self.rng.randrange(4)):
+            await trio.lowlevel.checkpoint()
+
+
+class MarkedStore(InMemoryEventStore):
+    def __init__(self, serializer: Serializer, marks: Marks) -> None:
+        super().__init__(serializer)
+        self.marks = marks
+
+    async def append(self, stream: DomainEventStream) -> None:
+        await self.marks.mark("before append")
+        await super().append(stream)
+        await self.marks.mark("before publication")
+
+
+@saga
+class MarkedAnswering:
+    """Answers the first events of each chain with the next step."""
+
+    def __init__(self, answers: int, marks: Marks) -> None:
+        self.answers = answers
+        self.marks = marks
+
+    @on_event
+    async def stepped(self, event: DomainEvent[Stepped]) -> Step | None:
+        await self.marks.mark("in the saga")
+        number = event.body.number
+        return Step(event.aggregate_id.id, number + 1) if number < self.answers else None
+
+
+@projection
+class MarkedSteps:
+    def __init__(self, marks: Marks) -> None:
+        self.of: dict[str, list[int]] = {}
+        self.marks = marks
+
+    @on_event
+    async def stepped(self, event: DomainEvent[Stepped]) -> None:
+        await self.marks.mark("in the projection")
+        self.of.setdefault(event.aggregate_id.id, []).append(event.body.number)
+
+
+class TestStop:
+    async def test_a_thousand_seeded_stops_in_the_middle_of_chains_lose_nothing(self) -> None:
+        answers, chains = 2, 2
+        everything = list(range(answers + 1))
+        stopped_at: set[str] = set()
+        for seed in range(1000):
+            rng = random.Random(seed)
+            marks = Marks(rng, stop_at=rng.randrange(4 * chains * (answers + 1)))
+            domain = Domain([Chain])
+            store, steps = MarkedStore(domain.serializer, marks), MarkedSteps(marks)
+            app = App(domain, [MarkedAnswering(answers, marks), steps], store=store)
+            window = rng.choice((1, 2, 256))
+            runtime = app.runtime(signals=False, shutdown_quiet_period=0, executor=KeyedExecutor(max_in_flight=window))
+            marks.stop = runtime.request_stop
+            accepted: list[str] = []
+            refused: list[str] = []
+
+            async def send(
+                id: str, app: App = app, accepted: list[str] = accepted, refused: list[str] = refused
+            ) -> None:
+                try:
+                    await app.gateway.send(Step(id))
+                    accepted.append(id)
+                except AdmissionClosedError:
+                    refused.append(id)
+
+            async with trio.open_nursery() as nursery:
+                await nursery.start(runtime.serve)
+                for n in range(chains):
+                    nursery.start_soon(send, str(n))
+            assert len(accepted) + len(refused) == chains
+            assert steps.of == dict.fromkeys(accepted, everything), f"seed {seed}"
+            for id in map(str, range(chains)):
+                streams = await store.load(AggregateId("chains", "chain", id))
+                numbers = [event.number for stream in streams for event in stream.events]
+                assert numbers == (everything if id in accepted else []), f"seed {seed}"
+            assert runtime.statistics().leases == ()
+            stopped_at.add(marks.stopped_at)
+        assert stopped_at == {"before append", "before publication", "in the saga", "in the projection"}
 
 
 class TestStatistics:

@@ -8,20 +8,29 @@ __all__ = ["ComponentStatistics", "LeaseStatistics", "RuntimeState", "RuntimeSta
 
 
 class RuntimeState(enum.Enum):
-    """Where a runtime is in its one life; it only ever moves forward, and may skip states."""
+    """Where a runtime is in its one life. It only ever moves forward, and may skip states.
+
+    `docs/lifecycle.md` has the picture.
+    """
 
     NEW = 0
-    """Nothing has been called. No task exists."""
+    """`serve` has not been called. No component has been called, and no task exists. A stop asked for now is
+    remembered: `serve` then starts nothing, and ends."""
     STARTING = 1
-    """Components are being prepared and started, in order. Nothing is taken from outside."""
+    """Components are prepared, in order; when all are, they are started, in order; then those that can catch up. The
+    intake is closed: nothing is taken from outside. No deadline runs."""
     RUNNING = 2
-    """Every component has started and has caught up. Work from outside is taken."""
+    """Every component has started and has caught up. The intake is open. No deadline runs."""
     STOPPING = 3
-    """The deadline runs. Nothing more is taken from outside; what was taken is being finished."""
+    """A stop was asked for, `serve` was cancelled, or a component has failed. The deadline is fixed and runs. The
+    intake is closed and `stop_requested` is set; what was taken is being finished. After a failure admission is closed
+    too, otherwise it closes when the runtime is quiet."""
     FORCE_STOPPING = 4
-    """The deadline has passed or a force was asked for. What still runs is being cancelled."""
+    """The deadline has passed, or a force was asked for. Both doors are closed. What still ran has been named in the
+    log, has been told (`force_stop`) and is cancelled, the executor as well. Only what shields itself goes on."""
     STOPPED = 5
-    """No task is left."""
+    """`serve` ends. No task of the runtime is left, every component that was prepared has been stopped or forced, and
+    the executor is closed. Threads that a forced stop has abandoned may still run."""
 
 
 @frozen
