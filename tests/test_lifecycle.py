@@ -10,6 +10,7 @@ from support import collect
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from trio_wow import App, DomainEvent, KeyedExecutor, event_processor, on_event, projection, saga
+from trio_wow.app import Settings
 from trio_wow.buses import InMemoryCommandBus, InMemoryDomainEventBus
 from trio_wow.dispatch import CommandDispatcher, EventDispatcher
 from trio_wow.domain import Domain
@@ -179,15 +180,16 @@ class MarkedSteps:
 
 class TestStop:
     async def test_a_thousand_seeded_stops_in_the_middle_of_chains_lose_nothing(self) -> None:
-        answers, chains = 2, 2
+        answers, chains = 2, 3
         everything = list(range(answers + 1))
         stopped_at: set[str] = set()
+        settings = Settings()  # reading the environment a thousand times takes longer than all the rest
         for seed in range(1000):
             rng = random.Random(seed)
             marks = Marks(rng, stop_at=rng.randrange(4 * chains * (answers + 1)))
             domain = Domain([Chain])
             store, steps = MarkedStore(domain.serializer, marks), MarkedSteps(marks)
-            app = App(domain, [MarkedAnswering(answers, marks), steps], store=store)
+            app = App(domain, [MarkedAnswering(answers, marks), steps], store=store, settings=settings)
             window = rng.choice((1, 2, 256))
             runtime = app.runtime(signals=False, shutdown_quiet_period=0, executor=KeyedExecutor(max_in_flight=window))
             marks.stop = runtime.request_stop
