@@ -249,7 +249,7 @@ class Runtime:
         """Take note of a fatal error, once: admission closes at once and nobody waits for quiet."""
         rest = self._not_reported(error)
         if rest is not None:
-            self._reported.append(error)
+            self._reported.extend(_leaves(rest))
             self._errors.append(_without_exit(rest))
         self._admission.close()
         self._begin_stop()
@@ -257,13 +257,14 @@ class Runtime:
         self._quiet_scope.cancel()
 
     def _not_reported(self, error: BaseException) -> BaseException | None:
-        """Leave out what was reported when it happened and arrives again with the task that it ended."""
-        if any(error is known for known in self._reported):
-            return None
-        if isinstance(error, BaseExceptionGroup):
-            known, rest = error.split(lambda part: any(part is each for each in self._reported))
-            return error if known is None else rest
-        return error
+        """Leave out what was reported when it happened and arrives again with the task that it ended.
+
+        By its leaves: a group that passes a cancelled scope on its way is another group afterwards.
+        """
+        if not isinstance(error, BaseExceptionGroup):
+            return None if any(error is each for each in self._reported) else error
+        known, rest = error.split(lambda part: any(part is each for each in self._reported))
+        return error if known is None else rest
 
     def _absorb(self, error: BaseException, scope: trio.CancelScope, what: str) -> None:
         """Take note of the failure in what was raised, and raise the cancellation in it that `scope` asked for."""
@@ -485,6 +486,14 @@ def _task_names(nursery: trio.Nursery) -> Iterator[str]:
         yield task.name
         for inner in task.child_nurseries:
             yield from _task_names(inner)
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _leaves(inner)
+    else:
+        yield error
 
 
 def _without_exit(error: BaseException) -> BaseException:
