@@ -288,7 +288,7 @@ class Runtime:
         await self._stop_requested.wait()
         with trio.CancelScope(deadline=self._graceful.deadline - self._timeout / 2):
             await self._force_asked.wait()
-        if not self._drained and not self._force_asked.is_set():
+        if not (self._drained or self._force_asked.is_set() or self._forced.is_set()):
             _log.warning(
                 "half of the time to stop (%s s) is over; still waiting: %s",
                 self._timeout,
