@@ -1,7 +1,10 @@
 """Dispatchers through the end of a runtime: what a stop finishes, what it interrupts, and what it says meanwhile."""
 
 import random
+import re
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -218,6 +221,30 @@ class TestStop:
             assert runtime.statistics().leases == ()
             stopped_at.add(marks.stopped_at)
         assert stopped_at == {"before append", "before publication", "in the saga", "in the projection"}
+
+
+class TestDocs:
+    async def test_the_report_of_the_docs_tells_what_a_stop_waits_for(
+        self, autojump_clock: MockClock, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        page = (Path(__file__).parents[1] / "docs/lifecycle.md").read_text()
+        program, _ = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+        names: dict[str, Any] = {}
+        exec(program, names)
+        domain = Domain([Chain])
+        app = App(domain, store=StuckStore(domain.serializer))
+        runtime = app.runtime(signals=False, shutdown_timeout=4)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(collect, runtime.serve)
+            await wait_all_tasks_blocked()
+            await app.gateway.send(Step("a"))
+            runtime.request_stop()
+            await trio.sleep(0.5)
+            nursery.start_soon(names["report"], runtime)
+        assert capsys.readouterr().out.splitlines() == [
+            f"STOPPING, {left} s left: Step for chains.chain/a, in command-dispatcher ({age} s)"
+            for left, age in [("4", "0"), ("2", "2"), ("2", "2"), ("0", "4")]
+        ]
 
 
 class TestStatistics:
