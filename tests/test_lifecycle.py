@@ -3,6 +3,7 @@
 import random
 import re
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from trio_wow.app import Settings
 from trio_wow.buses import InMemoryCommandBus, InMemoryDomainEventBus
 from trio_wow.dispatch import CommandDispatcher, EventDispatcher
 from trio_wow.domain import Domain
-from trio_wow.errors import AdmissionClosedError
+from trio_wow.errors import AdmissionClosedError, ShutdownDeadlineError
 from trio_wow.eventsourcing import InMemoryEventStore
 from trio_wow.messages import AggregateId, DomainEventStream, Serializer
 from trio_wow.runtime import RuntimeContext
@@ -36,6 +37,14 @@ class BrokenStore(InMemoryEventStore):
     """An append raises what nobody expects."""
 
     async def append(self, stream: DomainEventStream) -> None:
+        raise KeyboardInterrupt
+
+
+class BrokenLaterStore(InMemoryEventStore):
+    """An append for chain `0` raises what nobody expects, and only after a while; the others never return."""
+
+    async def append(self, stream: DomainEventStream) -> None:
+        await trio.sleep(1 if stream.aggregate_id.id == "0" else inf)
         raise KeyboardInterrupt
 
 
@@ -221,6 +230,57 @@ class TestStop:
             assert runtime.statistics().leases == ()
             stopped_at.add(marks.stopped_at)
         assert stopped_at == {"before append", "before publication", "in the saga", "in the projection"}
+
+    async def test_events_that_keep_arriving_from_inside_cannot_move_the_deadline(
+        self, autojump_clock: MockClock
+    ) -> None:
+        @saga
+        class Endless:
+            @on_event
+            async def stepped(self, event: DomainEvent[Stepped]) -> Step:
+                await trio.sleep(0.5)
+                return Step(event.aggregate_id.id, event.body.number + 1)
+
+        steps = Steps()
+        app = App([Chain], [Endless(), steps])
+        runtime = app.runtime(signals=False, shutdown_timeout=10, shutdown_quiet_period=1)
+        caught: list[BaseException | None] = []
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(collect, runtime.serve, caught)
+            await wait_all_tasks_blocked()
+            await app.gateway.send(Step("a"))
+            runtime.request_stop()
+            start = trio.current_time()
+            await runtime.wait_stopped()
+            assert trio.current_time() - start == 10
+        (error,) = caught
+        assert isinstance(error, ShutdownDeadlineError)
+        assert any(name == "Stepped of chains.chain/a, version 20, in saga-dispatcher" for name, _ in error.operations)
+        streams = await app.store.load(CHAIN_A)
+        assert steps.of["a"] == [event.number for stream in streams for event in stream.events]
+        assert len(steps.of["a"]) >= 20  # the chain went on until then
+
+    @pytest.mark.parametrize("how", ["force", "fail"])
+    async def test_no_lease_stays_open_when_queued_messages_are_discarded(
+        self, how: str, autojump_clock: MockClock
+    ) -> None:
+        domain = Domain([Chain])
+        store: InMemoryEventStore = StuckStore(domain.serializer)
+        if how == "fail":
+            store = BrokenLaterStore(domain.serializer)
+        app = App(domain, [Steps()], store=store)
+        runtime = app.runtime(signals=False)
+        caught: list[BaseException | None] = []
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(collect, runtime.serve, caught)
+            await wait_all_tasks_blocked()
+            for n in range(100):
+                await app.gateway.send(Step(str(n % 5), n))
+            assert len(runtime.statistics().leases) == 100
+            if how == "force":
+                runtime.force_stop()
+        assert isinstance(caught[0], ShutdownDeadlineError if how == "force" else KeyboardInterrupt)
+        assert runtime.statistics().leases == ()
 
 
 class TestDocs:

@@ -595,6 +595,14 @@ class TestStatistics:
             *[("STOPPED", None), ("a", None, True, ()), ("b", None, True, ())],
         ]
 
+    def test_it_can_be_asked_before_and_after_the_trio_run(self) -> None:
+        runtime = quick([Part("a", [])])
+        assert runtime.statistics().state.name == "NEW"
+        runtime.request_stop()
+        trio.run(runtime.serve)
+        statistics = runtime.statistics()
+        assert (statistics.state.name, statistics.seconds_left, statistics.leases) == ("STOPPED", None, ())
+
     async def test_open_operations_have_names_and_ages_oldest_first(self, autojump_clock: MockClock) -> None:
         part = Part("a", [])
         runtime = quick([part])
