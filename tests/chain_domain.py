@@ -3,6 +3,8 @@
 from attrs import define, field, frozen
 
 from trio_wow import CommandRejectedError, DomainEvent, aggregate, on_command, on_event, on_sourcing, projection, saga
+from trio_wow.dispatch import FunctionRegistry
+from trio_wow.domain import Domain
 
 
 @frozen
@@ -152,3 +154,10 @@ class Everything:
     @on_event
     def noted(self, event: Noted) -> None:
         pass
+
+
+def registry_of(domain: Domain, *processors: object) -> FunctionRegistry:
+    registry = FunctionRegistry(domain)
+    for processor in processors:
+        registry.register(processor)
+    return registry

@@ -25,6 +25,7 @@ from chain_domain import (
     Steps,
     Twice,
     Unwritable,
+    registry_of,
 )
 from support import collect, task_names
 from trio.testing import MockClock, wait_all_tasks_blocked
@@ -62,13 +63,6 @@ from trio_wow.runtime import Runtime
 
 async def stored(app: App, id: str) -> Sequence[DomainEventStream]:
     return await app.store.load(app.domain.model_of(app.domain.command_message(Step(id)).aggregate_id).aggregate_id(id))
-
-
-def registry_of(domain: Domain, *processors: object) -> FunctionRegistry:
-    registry = FunctionRegistry(domain)
-    for processor in processors:
-        registry.register(processor)
-    return registry
 
 
 class Jittery(InMemoryEventStore):

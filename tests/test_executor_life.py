@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
-from support import EndlessSource, ListSource, collect, first, task_names
+from support import EndlessSource, ListSource, collect, first, forever, task_names
 from thread_support import (
     PATIENCE,
     PINS,
@@ -283,6 +283,77 @@ class TestForcedStop:
             assert states(executor) == ["abandoned"]
             gates.open("x")
             await until(lambda: states(executor) == ["idle"])
+
+
+class Vexing:
+    """A key that cannot be looked up any more, once it is `broken`."""
+
+    broken = False
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __hash__(self) -> int:
+        if self.broken:
+            raise LookupError(self.name)
+        return hash(self.name)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+class TestKeysThatBreak:
+    async def test_a_forced_stop_ends_the_other_dispatches_too(self, gates: Gates) -> None:
+        executor = KeyedExecutor(workers=1)
+        outcomes: list[list[BaseException | None]] = [[], [], []]
+        keys = [Vexing("x"), Vexing("y")]
+        async with trio.open_nursery() as nursery:
+            for outcome in outcomes:
+                run = partial(executor.dispatch, EndlessSource(keys), key=lambda key: key, handler=gates.compute)
+                nursery.start_soon(collect, run, outcome)
+            await gates.arrival(keys[0])
+            await wait_all_tasks_blocked()
+            assert queued(executor) == [5]
+            for key in keys:
+                key.broken = True
+            executor.force_stop()
+        assert all(outcomes)
+        assert queued(executor) == [0]
+        for key in keys:
+            key.broken = False
+        gates.open_all()
+        await until(lambda: states(executor) == ["idle"])
+
+    async def test_a_dispatch_that_discards_queued_ones_leaves_the_worker_as_it_was(self) -> None:
+        executor = KeyedExecutor(workers=1)
+        keys = [Vexing(name) for name in "abcd"]
+        discarded: list[Vexing] = []
+
+        def handler(item: Vexing) -> None:
+            for key in keys:
+                key.broken = True
+            raise ValueError(item.name)
+
+        with pytest.raises(ExceptionGroup) as caught:
+            await executor.dispatch(ListSource(keys), key=lambda key: key, handler=handler, on_discard=discarded.append)
+        assert caught.group_contains(ValueError, match="a")
+        assert discarded == keys[1:]
+        assert (states(executor), queued(executor)) == (["idle"], [0])
+
+    @pytest.mark.parametrize("handler", [direct(lambda _: None), forever], ids=["direct", "async"])
+    async def test_a_key_that_ends_the_program_when_it_is_printed_leaves_no_worker_taken(self, handler: Any) -> None:
+        class Exiting:
+            def __str__(self) -> str:
+                raise SystemExit
+
+        executor = KeyedExecutor(workers=1)
+        with pytest.raises(BaseExceptionGroup) as caught:
+            await executor.dispatch(ListSource([Exiting()]), key=lambda key: key, handler=handler)
+        assert caught.group_contains(SystemExit)
+        assert states(executor) == ["idle"]
+        done: list[int] = []
+        await executor.dispatch(ListSource([1]), key=first_of_none, handler=direct(lambda n: done.append(n)))
+        assert done == [1]
 
 
 class TestStatistics:

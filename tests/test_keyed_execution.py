@@ -4,7 +4,7 @@ import contextvars
 import gc
 import random
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -568,6 +568,66 @@ class TestErrors:
         assert caught.value is error
         assert failed == []
         assert "left a cancel scope open" in error.__notes__[0]
+
+
+class TestWrongFunctions:
+    """Each would lose something silently."""
+
+    async def test_a_callable_that_yields_is_no_handler(self) -> None:
+        class Yielding:
+            def __call__(self, item: int) -> Iterator[int]:
+                yield item
+
+        with pytest.raises(TypeError, match="handler must be a function of one item that does not yield"):
+            await KeyedExecutor().dispatch(ListSource([1]), key=itself, handler=Yielding())
+
+    async def test_a_key_that_is_a_coroutine_is_refused(self) -> None:
+        async def key(item: int) -> int:
+            return item
+
+        def hidden(item: int) -> Any:
+            return key(item)
+
+        discarded: list[int] = []
+        with pytest.raises(TypeError, match="key returned a coroutine for int; make it plain"):
+            await KeyedExecutor().dispatch(ListSource([1]), key=hidden, handler=forever, on_discard=discarded.append)
+        assert discarded == [1]
+        with pytest.raises(TypeError, match="key must be a plain function"):
+            await KeyedExecutor().dispatch(ListSource([1]), key=yielding, handler=forever)  # type: ignore[arg-type]
+
+    async def test_a_callback_that_returns_an_awaitable_is_an_error(self) -> None:
+        async def later(*_: object) -> None: ...
+
+        def fails(item: int) -> None:
+            raise ValueError(item)
+
+        with pytest.raises(TypeError, match="on_error returned an awaitable, which nobody awaits"):
+            await KeyedExecutor().dispatch(
+                ListSource([1]), key=itself, handler=fails, on_error=lambda *arguments: later(*arguments)
+            )
+        with pytest.raises(ExceptionGroup) as caught:
+            await KeyedExecutor(workers=1).dispatch(
+                ListSource([1, 2]), key=itself, handler=fails, on_discard=lambda item: later(item)
+            )
+        assert caught.group_contains(TypeError, match="on_discard returned an awaitable")
+
+    async def test_a_handler_that_cannot_be_shown_is_named_by_its_class(self) -> None:
+        class Unshowable:
+            def __repr__(self) -> str:
+                raise LookupError
+
+            def __call__(self, item: int) -> None:
+                names.append(executor.statistics().dispatches[0].handler)
+
+        names: list[str] = []
+        executor = KeyedExecutor()
+        for handler in (Unshowable(), partial(Unshowable().__call__)):
+            await executor.dispatch(ListSource([1]), key=itself, handler=handler)
+        assert [name.rpartition(".<locals>.")[2] for name in names] == ["Unshowable", "Unshowable.__call__"]
+
+
+def yielding(item: int) -> Iterator[int]:
+    yield item
 
 
 class TestCancellation:

@@ -3,17 +3,18 @@
 import contextvars
 import random
 import signal
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import trio
-from support import EndlessSource, ListSource, itself, task_names
+from support import EndlessSource, ListSource, first, itself, task_names
 from trio.testing import wait_all_tasks_blocked
 
 from trio_wow.errors import CancelScopeLeakError
-from trio_wow.execution import KeyedExecutor
+from trio_wow.execution import KeyedExecutor, no_leaked_scope
 
 
 class Passes(trio.abc.Instrument):
@@ -129,6 +130,29 @@ class TestTurns:
         executor = KeyedExecutor(workers=1, perf_counter=lambda: clock)
         await executor.dispatch(ListSource(range(40)), key=itself, handler=handler)
         assert max(handled_in.count(each) for each in handled_in) == 4
+
+    async def test_k6_mailboxes_that_resume_together_share_one_hold_of_the_loop(self, passes: Passes) -> None:
+        """Each goes on with its next items when its first one has waited, be there ever so many."""
+        now, go = 0.0, trio.Event()
+        held: Counter[int] = Counter()
+        executor = KeyedExecutor(workers=2, perf_counter=lambda: now)
+
+        async def handler(item: tuple[int, int]) -> None:
+            nonlocal now
+            if item[1] == 0:
+                await go.wait()
+            else:
+                now += 0.0002
+                held[passes.passes] += 1
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(4):
+                source = ListSource([(key, n) for n in range(8) for key in range(30)])
+                nursery.start_soon(partial(executor.dispatch, source, key=first, handler=handler))
+            await wait_all_tasks_blocked()
+            go.set()
+        assert sum(held.values()) == 4 * 30 * 7
+        assert max(held.values()) <= 4 / 0.2 + 2
 
     async def test_k6_runners_share_one_hold_of_the_loop(self, passes: Passes) -> None:
         clock = 0.0
@@ -303,6 +327,23 @@ class TestLeaks:
         )
         assert handled == [0, 1, 2, 3]
         assert list(failed) == [1]
+
+
+async def test_a_scope_left_open_and_cancelled_around_a_nursery_is_a_leak_too() -> None:
+    """Trio raises the cancellation as a group then."""
+
+    async def scopes() -> AsyncIterator[trio.CancelScope]:
+        with trio.CancelScope() as scope:
+            yield scope
+
+    left = scopes()
+    with pytest.raises(CancelScopeLeakError, match="function left a cancel scope open"):
+        with no_leaked_scope("function", "key"):
+            (await anext(left)).cancel()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(trio.sleep_forever)
+                await trio.sleep_forever()
+    await left.aclose()  # type: ignore[attr-defined]
 
 
 class Stopped:

@@ -102,6 +102,15 @@ class TestAsyncIterables:
         assert sorted(handled) == list(range(1_000))
         assert numbers.ends == ["end"]
 
+    async def test_an_end_of_channel_inside_is_no_end_of_the_iterable(self) -> None:
+        async def items() -> AsyncIterator[int]:
+            yield 1
+            raise trio.EndOfChannel
+
+        with pytest.raises(RuntimeError, match=r"async_generator raised trio\.EndOfChannel") as caught:
+            await KeyedExecutor().dispatch(items(), key=itself, handler=forever)
+        assert isinstance(caught.value.__cause__, trio.EndOfChannel)
+
     async def test_an_async_generator_is_closed_when_a_handler_fails(self) -> None:
         numbers = Numbers()
 

@@ -112,6 +112,21 @@ class TestThreads:
         assert var.get() == "outer"
 
     @PINS
+    async def test_k16_what_a_callback_sets_is_nothing_of_the_next_item(self, pin: Pin) -> None:
+        var = contextvars.ContextVar("var", default="unset")
+        seen: list[str] = []
+
+        @pin
+        def handler(n: int) -> None:
+            seen.append(var.get())
+            raise ValueError(n)
+
+        await KeyedExecutor(workers=1).dispatch(
+            ListSource(range(3)), key=lambda _: 0, handler=handler, on_error=lambda *_: var.set("by on_error")
+        )
+        assert seen == ["unset"] * 3
+
+    @PINS
     async def test_a_thread_and_its_task_bear_the_mailboxs_name(self, pin: Pin) -> None:
         names: list[str] = []
 

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from contextvars import copy_context
+from inspect import isawaitable
+from types import CoroutineType
 from typing import Any, Generic, Literal, TypeVar, cast
 
 import trio
@@ -13,7 +15,7 @@ from trio_wow.execution._blocking import BlockingCallGuard
 from trio_wow.execution._errors import split_cancelled
 from trio_wow.execution._lane import Lane, RunAsync, RunPlain, run_async, run_plain
 from trio_wow.execution._mailbox import Mailbox
-from trio_wow.execution._plain import is_async
+from trio_wow.execution._plain import is_async, name_of, refuse_awaitable
 from trio_wow.execution._source import BatchSource, DemandSource, IterableSource
 from trio_wow.execution._threads import Threads, pin_of
 from trio_wow.execution._worker import Workers
@@ -64,13 +66,14 @@ class Dispatch(Generic[T]):
         self._demand_source = source if isinstance(source, DemandSource) else None
         self._key = key
         self.handler: Callable[[T], object] = handler
-        self.handler_name: str = getattr(handler, "__qualname__", None) or repr(handler)
+        self.handler_name = name_of(handler)
         self.handler_is_async = is_async(handler)
         self.awaitable_returned = (
             f"handler {self.handler_name} is a plain function but returned an awaitable; declare it `async def`"
         )
         self.pin = pin_of(handler)
-        self.threads = Threads(handler, self.handler_name, self.awaitable_returned, perf_counter)
+        self.context = copy_context()
+        self.threads = Threads(handler, self.handler_name, self.awaitable_returned, perf_counter, self.context)
         if self.pin == "blocking":
             self.handler = self._call_blocking
             self.handler_is_async = True
@@ -79,7 +82,6 @@ class Dispatch(Generic[T]):
         self.run_async: RunAsync = run_async if self._guard is None else self._guard.run_async
         self._on_error = on_error
         self._on_discard = on_discard
-        self.context = copy_context()
         self.mailboxes: dict[Hashable, Mailbox[T]] = {}
         self._lanes = [Lane(self, worker, workers) for worker in workers.all]
         self.active: Mailbox[T] | None = None
@@ -102,7 +104,7 @@ class Dispatch(Generic[T]):
         """Run until the source has ended and every item has finished; see `KeyedExecutor.dispatch`."""
         cancelled: BaseException | None = None
         try:
-            with self._guard or nullcontext(), self._scope:
+            with self._guard or nullcontext(), self._workers.in_use(), self._scope:
                 async with trio.open_nursery() as self.nursery:
                     await self._receive()
         except BaseException as error:
@@ -130,7 +132,7 @@ class Dispatch(Generic[T]):
             )
 
     def force_stop(self) -> None:
-        """Cancel the dispatch, and leave its threads; `run` then raises `ExecutorClosedError` if anything was lost."""
+        """Cancel the dispatch, and leave its threads; `run` then raises `ExecutorClosedError`."""
         self._forced = True
         self.threads.abandon()
         self.halt()
@@ -205,6 +207,8 @@ class Dispatch(Generic[T]):
                     key = key_of(item)
                     mailbox = mailboxes.get(key)
                     if mailbox is None:
+                        if type(key) is CoroutineType:
+                            refuse_awaitable(key, f"key returned a coroutine for {type(item).__name__}; make it plain")
                         mailboxes[key] = mailbox = Mailbox((item,))
                         mailbox.key = key
                         mailbox.running = False
@@ -277,7 +281,7 @@ class Dispatch(Generic[T]):
             self._fail(failure)
             return
         try:
-            self._on_error(item, failure)
+            _refuse_if_awaitable(self._on_error(item, failure), "on_error")
         except BaseException as error:
             self._fail(error)
 
@@ -296,6 +300,13 @@ class Dispatch(Generic[T]):
             worker.halt()
         self._discard_queued()
 
+    def forget(self, mailbox: Mailbox[T]) -> None:
+        """Take a mailbox that is empty out of the table; a key that cannot be looked up any more is an error."""
+        try:
+            self.mailboxes.pop(mailbox.key, None)
+        except BaseException as error:
+            self._fail(error)
+
     def _discard_queued(self) -> None:
         """Discard what is in mailboxes. Those of a task leave the table with it, the others now."""
         for mailbox in list(self.mailboxes.values()):
@@ -312,7 +323,7 @@ class Dispatch(Generic[T]):
     def _hand_back(self, item: T) -> None:
         if self._on_discard is not None:
             try:
-                self._on_discard(item)
+                _refuse_if_awaitable(self._on_discard(item), "on_discard")
             except BaseException as error:
                 self._fail(error)
 
@@ -320,3 +331,8 @@ class Dispatch(Generic[T]):
     async def _call_blocking(self, item: T) -> None:
         # A runner enters each handler, and says first whose it is.
         await self.threads.call_blocking(cast("Mailbox[T]", self.active), item, self._hand_back)
+
+
+def _refuse_if_awaitable(result: object, callback: str) -> None:
+    if result is not None and isawaitable(result):
+        refuse_awaitable(result, f"{callback} returned an awaitable, which nobody awaits; make it a plain function")

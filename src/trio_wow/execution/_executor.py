@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import AsyncIterable, Callable, Hashable, Mapping
+from functools import partial
 from inspect import isasyncgenfunction, isgeneratorfunction
 from types import TracebackType
 from typing import Any, Literal, TypeVar
@@ -9,10 +10,10 @@ from typing import Any, Literal, TypeVar
 import trio
 from trio.lowlevel import enable_ki_protection
 
-from trio_wow.errors import ExecutorClosedError
+from trio_wow.errors import ExecutorClosedError, printable
 from trio_wow.execution._cpus import usable_cpus
 from trio_wow.execution._dispatch import Dispatch
-from trio_wow.execution._plain import is_async
+from trio_wow.execution._plain import is_async, name_of
 from trio_wow.execution._source import BatchSource, ChannelSource, IterableSource
 from trio_wow.execution._statistics import KeyedExecutorStatistics, statistics_of_dispatch, statistics_of_worker
 from trio_wow.execution._worker import Workers
@@ -107,7 +108,8 @@ class KeyedExecutor:
     def statistics(self) -> KeyedExecutorStatistics:
         """Return what it does at this moment. Costs nothing until called, and then time for each active key.
 
-        From the executor's own thread.
+        From the executor's own thread. Asked from `key` or a callback, the items of a batch that is being taken are in
+        flight already, and those not yet in a mailbox in no backlog.
         """
         return KeyedExecutorStatistics(
             workers=tuple(map(statistics_of_worker, self._workers.all)),
@@ -215,13 +217,24 @@ class KeyedExecutor:
 
 
 def _check_functions(handler: object, plain: Mapping[str, object]) -> None:
-    if not callable(handler) or isgeneratorfunction(handler) or isasyncgenfunction(handler):
-        raise TypeError(f"handler must be a function of one item that does not yield, not {handler!r}")
+    if not callable(handler) or _yields(handler):
+        raise TypeError(f"handler must be a function of one item that does not yield, not {_shown(handler)}")
     for name, function in plain.items():
         if function is None and name != "key":
             continue
-        if not callable(function) or is_async(function):
-            raise TypeError(f"{name} must be a plain function, not {function!r}")
+        if not callable(function) or is_async(function) or _yields(function):
+            raise TypeError(f"{name} must be a plain function, not {_shown(function)}")
+
+
+def _yields(function: Callable[..., object]) -> bool:
+    while isinstance(function, partial):
+        function = function.func
+    call = type(function).__call__
+    return any(isgeneratorfunction(each) or isasyncgenfunction(each) for each in (function, call))
+
+
+def _shown(function: object) -> str:
+    return name_of(function) if callable(function) else printable(function)
 
 
 def _as_batch_source(source: object) -> BatchSource[Any]:

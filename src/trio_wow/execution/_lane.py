@@ -25,7 +25,8 @@ RunAsync = Callable[[Any, Mailbox[Any]], Generator[Any, Any, None]]
 # How long the runners of an executor hold the event loop together before they let other tasks run.
 HOLD_ITEMS = 256
 HOLD_SECONDS = 0.001
-# And how long all of them may, in one pass of the event loop, when there are so many that an item each takes longer.
+# And how long all of an executor's tasks may in one pass of the event loop, when there are so many, or so many resume,
+# that an item each takes longer.
 PASS_SECONDS = 0.004
 
 
@@ -120,15 +121,16 @@ class Lane:
             self.worker.queued -= len(self.queue)
             if not self.worker.queued:
                 self._workers.unqueued += 1
-            for mailbox in self.queue:
-                self._dispatch.mailboxes.pop(mailbox.key, None)
+            forgotten = [*self.queue]
             self.queue.clear()
+            for mailbox in forgotten:
+                self._dispatch.forget(mailbox)
 
     def start_runners(self, count: int) -> None:
         """Start runners, in the context in which `dispatch` was called."""
         dispatch = self._dispatch
         run = self._run_direct if dispatch.pin == "direct" else self._run
-        start_soon = partial(dispatch.nursery.start_soon, run, self._workers.passes + 1, name=self._runner_name)
+        start_soon = partial(dispatch.nursery.start_soon, run, name=self._runner_name)
         for _ in range(count):
             self._runners += 1
             self.worker.runners += 1
@@ -176,24 +178,26 @@ class Lane:
 
     def _hold(self) -> tuple[int, float]:
         """Return how many items, and until when, a task may go on before other tasks get the event loop."""
-        runners = self._workers.runners or 1
-        return HOLD_ITEMS // runners or 1, self._dispatch.perf_counter() + HOLD_SECONDS / runners
+        workers, now = self._workers, self._dispatch.perf_counter()
+        runners = workers.runners or 1
+        return HOLD_ITEMS // runners or 1, min(now + HOLD_SECONDS / runners, workers.pass_began(now) + PASS_SECONDS)
+
+    def _has_held(self) -> bool:
+        now = self._dispatch.perf_counter()
+        return now - self._workers.pass_began(now) >= PASS_SECONDS
 
     async def _pause(self) -> None:
-        """Let other tasks run until the runners of a pass have not yet held the event loop for long."""
-        workers, dispatch = self._workers, self._dispatch
+        """Let other tasks run until the executor has not yet held the event loop for long in a pass."""
         try:
-            while True:
-                due = workers.passes + 1
+            await trio.lowlevel.checkpoint()
+            while self._has_held():
                 await trio.lowlevel.checkpoint()
-                if workers.held(due, dispatch.perf_counter()) < PASS_SECONDS:
-                    return
         except trio.Cancelled:
-            dispatch.halt()
+            self._dispatch.halt()
             raise
 
     @enable_ki_protection
-    async def _run(self, due: int) -> None:
+    async def _run(self) -> None:
         dispatch, worker, queue = self._dispatch, self.worker, self.queue
         if worker.starting is self:
             worker.starting = None
@@ -211,7 +215,7 @@ class Lane:
         turn = passed = 0
         raised: BaseException | None = None
         try:
-            if self._workers.held(due, perf_counter()) >= PASS_SECONDS:
+            if self._has_held():
                 await self._pause()
             limit, deadline = self._hold()
             while True:
@@ -245,8 +249,8 @@ class Lane:
                     if waits:
                         if not owner:
                             owner = True
-                            task.name = mailbox.name
                             self._end_runner()
+                            task.name = mailbox.name
                             self._follow()
                         mailbox.running = True
                         try:
@@ -315,7 +319,7 @@ class Lane:
                 self._leave(mailbox, owner=owner)
 
     @enable_ki_protection
-    async def _run_direct(self, _due: int) -> None:
+    async def _run_direct(self) -> None:
         """Give one mailbox a turn of its handlers in threads, in which it holds the worker."""
         dispatch, worker, threads = self._dispatch, self.worker, self._dispatch.threads
         if worker.starting is self:
@@ -328,10 +332,10 @@ class Lane:
         worker.hold(mailbox)
         if self.queue:
             self._wake()
-        current_task().name = mailbox.name
         abandoned = False
         raised: BaseException | None = None
         try:
+            current_task().name = mailbox.name
             for _ in range(min(dispatch.throughput, len(mailbox))):
                 try:
                     await trio.lowlevel.checkpoint_if_cancelled()

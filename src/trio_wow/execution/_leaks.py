@@ -6,6 +6,7 @@ from types import TracebackType
 import trio
 
 from trio_wow.errors import CancelScopeLeakError
+from trio_wow.execution._errors import split_cancelled
 
 __all__ = ["no_leaked_scope"]
 
@@ -39,7 +40,9 @@ class no_leaked_scope:  # noqa: N801 - used like a function
             self._scope.__exit__(None, None, None)  # what was raised passes by: this scope is never cancelled
         except RuntimeError:  # Trio's complaint about a scope that is not the innermost one, which it has closed
             leak = CancelScopeLeakError(self._function, self._key)
-            by_the_leak = isinstance(error, trio.Cancelled) and trio.current_effective_deadline() > -inf
-            if error is None or isinstance(error, Exception) or by_the_leak:
+            cancelled, failure = (None, None) if error is None else split_cancelled(error)
+            from_outside = cancelled is not None and trio.current_effective_deadline() == -inf
+            if not from_outside and isinstance(failure, Exception | None):
                 raise leak from error
-            error.add_note(str(leak))
+            if error is not None:
+                error.add_note(str(leak))

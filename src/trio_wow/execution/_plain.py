@@ -4,7 +4,7 @@ from functools import partial
 from inspect import iscoroutine, iscoroutinefunction
 from typing import NoReturn
 
-__all__ = ["is_async", "refuse_awaitable"]
+__all__ = ["is_async", "name_of", "refuse_awaitable"]
 
 
 def is_async(function: object) -> bool:
@@ -12,6 +12,14 @@ def is_async(function: object) -> bool:
     while isinstance(function, partial):
         function = function.func
     return iscoroutinefunction(function) or iscoroutinefunction(type(function).__call__)
+
+
+def name_of(function: object) -> str:
+    """Return what to call a function in a message: its qualified name, through any `partial`."""
+    while isinstance(function, partial):
+        function = function.func
+    name = getattr(function, "__qualname__", None)
+    return name if isinstance(name, str) else type(function).__qualname__
 
 
 def refuse_awaitable(result: object, problem: str) -> NoReturn:

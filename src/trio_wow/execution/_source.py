@@ -85,6 +85,8 @@ class IterableSource(BatchSource[T]):
             return (await anext(self._iterator),)
         except StopAsyncIteration:
             raise trio.EndOfChannel from None
+        except trio.EndOfChannel as error:  # of something inside, and not this iterable's end
+            raise RuntimeError(f"{type(self._iterator).__name__} raised trio.EndOfChannel") from error
 
     async def aclose(self) -> None:
         """Close the iterator if it is an async generator."""

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from contextvars import Context
 from functools import partial
 from inspect import isawaitable
 from typing import Any, Literal, TypeVar, cast
@@ -155,7 +156,8 @@ class ThreadCall:
 
     def _work(self) -> None:
         try:
-            result = self._threads.function(self._item)
+            # Not the caller's: what `on_error` sets there is nothing of this item's.
+            result = self._threads.context.copy().run(self._threads.function, self._item)
             if result is not None and isawaitable(result):
                 refuse_awaitable(result, self._threads.awaitable_returned)
         except BaseException as error:
@@ -193,6 +195,7 @@ class Threads:
         handler: its name.
         awaitable_returned: what is wrong if it returns an awaitable.
         perf_counter: seconds, to measure how long a thread has run.
+        context: copied for each call.
     """
 
     def __init__(
@@ -201,7 +204,9 @@ class Threads:
         handler: str,
         awaitable_returned: str,
         perf_counter: Callable[[], float],
+        context: Context,
     ) -> None:
+        self.context = context
         self.function = function
         self.handler = handler
         self.awaitable_returned = awaitable_returned

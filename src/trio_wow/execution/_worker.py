@@ -1,6 +1,8 @@
 """Workers: slots of capacity that model the cores, shared by all dispatches of an executor."""
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import trio
@@ -173,36 +175,48 @@ class Worker:
                 self.start_lane()
 
 
-class Workers:
-    """All workers of an executor.
+class Workers(trio.abc.Instrument):
+    """All workers of an executor, and how long they hold the event loop in each of its passes.
 
     Attributes:
         runners: tasks scheduled on the loop to serve lanes, over all workers.
         unqueued: how many workers have no mailbox queued.
-        passes: counts passes of the event loop in which runners ran.
     """
-
-    __slots__ = ("_next", "_pass_began", "all", "passes", "runners", "unqueued")
 
     def __init__(self, name: str, count: int) -> None:
         self.all = tuple(Worker(name, index) for index in range(count))
         self.runners = 0
         self.unqueued = count
-        self.passes = 0
-        self._pass_began = 0.0
+        self._pass_began: float | None = None
+        self._dispatches = 0
         self._next = 0
 
-    def held(self, due: int, now: float) -> float:
-        """Return for how long runners have held the event loop in its present pass, when one of them begins.
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """See the passes of the event loop while a dispatch runs."""
+        if not self._dispatches:
+            trio.lowlevel.add_instrument(self)
+        self._dispatches += 1
+        try:
+            yield
+        finally:
+            self._dispatches -= 1
+            if not self._dispatches:
+                trio.lowlevel.remove_instrument(self)
+
+    def before_io_wait(self, timeout: float) -> None:  # noqa: ARG002 - see `trio.abc.Instrument`
+        """See `trio.abc.Instrument`: a pass has ended."""
+        self._pass_began = None
+
+    def pass_began(self, now: float) -> float:
+        """Return when the first of an executor's tasks began to hold the event loop in its present pass.
 
         Args:
-            due: what `passes` was, plus one, when that runner was scheduled: Trio runs it in the next pass.
-            now: from the clock that measures it.
+            now: from the clock that measures it; the answer for the first one that asks.
         """
-        if due > self.passes:
-            self.passes = due
+        if self._pass_began is None:
             self._pass_began = now
-        return now - self._pass_began
+        return self._pass_began
 
     def choose(self) -> Worker:
         """Choose a fresh mailbox's worker: see row K5 of the design's table."""

@@ -91,6 +91,9 @@ class CommandMessage:
         if version is not None and (type(version) is not int or not 0 <= version < 2**63):
             raise ValueError(f"expected_version must be an int from 0 to 2**63-1, or None, not {version!r}")
 
+    def __str__(self) -> str:
+        return f"{type(self.body).__name__} for {self.aggregate_id}"
+
     def routed(self) -> "CommandMessage":
         """Return a copy for one route: equal, with headers of its own."""
         return evolve(self)
@@ -135,6 +138,10 @@ class DomainEventStream:
             )
         if not self.events:
             raise ValueError(f"a stream of {self.aggregate_id} must hold at least one event")
+
+    def __str__(self) -> str:
+        more = f" and {len(self.events) - 1} more" if len(self.events) > 1 else ""
+        return f"{type(self.events[0]).__name__}{more} of {self.aggregate_id}, version {self.version}"
 
     def routed(self) -> "DomainEventStream":
         """Return a copy for one route: equal, with headers of its own."""
@@ -198,6 +205,9 @@ class StateEvent(Generic[S_co]):
     def headers(self) -> Mapping[str, str]:
         """The headers of the stream."""
         return self.stream.headers
+
+    def __str__(self) -> str:
+        return f"state after {self.stream}"
 
     def routed(self) -> "StateEvent[S_co]":
         """Return a copy for one route: with headers and a state of its own."""

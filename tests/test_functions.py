@@ -1,0 +1,555 @@
+"""What functions handle and take, what is tried again, and what becomes of what fails for good."""
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import trio
+from attrs import define, evolve, frozen
+from chain_domain import Chain, Step, Stepped, registry_of
+from trio.testing import MockClock, wait_all_tasks_blocked
+
+from trio_wow import (
+    App,
+    CommandGateway,
+    CommandRejectedError,
+    DomainEvent,
+    Headers,
+    StateEvent,
+    aggregate,
+    event_processor,
+    on_command,
+    on_error,
+    on_event,
+    on_sourcing,
+    on_state_event,
+    projection,
+    saga,
+)
+from trio_wow.dispatch import FilterChain, Handler, Handling, Retry, is_retryable
+from trio_wow.domain import Domain, aggregate_model
+from trio_wow.errors import ConfigurationError, HopLimitError, RuntimeStateError, StoreLockedError, VersionConflictError
+from trio_wow.eventsourcing import FailedExecution, InMemoryEventStore, Recording
+from trio_wow.messages import AggregateId, CommandMessage, DomainEventStream
+from trio_wow.testing import given
+
+
+class Change:
+    """What all changes of a balance have in common."""
+
+
+@frozen
+class Deposited(Change):
+    amount: int
+
+
+@frozen
+class Withdrawn(Change):
+    amount: int
+
+
+@frozen
+class Open:
+    id: str
+
+
+@frozen
+class Opened:
+    pass
+
+
+@frozen
+class Deposit:
+    id: str
+    amount: int
+
+
+@frozen
+class Withdraw:
+    id: str
+    amount: int
+
+
+class Fees:
+    def __init__(self, fee: int) -> None:
+        self.fee = fee
+
+
+@aggregate(context="bank")
+@define
+class Account:
+    id: str
+    balance: int = 0
+    is_open: bool = False
+
+    @on_command(exists=False)
+    def open(self, command: Open) -> Opened:
+        return Opened()
+
+    @on_command(exists=True)
+    async def change(
+        self, command: Deposit | Withdraw, headers: Headers, message: CommandMessage, fees: Fees
+    ) -> Deposited | Withdrawn:
+        assert headers == message.headers
+        if isinstance(command, Deposit):
+            return Deposited(command.amount - fees.fee)
+        if command.amount > self.balance:
+            raise CommandRejectedError(f"only {self.balance} left")
+        return Withdrawn(command.amount)
+
+    @on_sourcing
+    def opened(self, event: Opened) -> None:
+        self.is_open = True
+
+    @on_sourcing
+    def changed(self, event: Deposited | Withdrawn) -> None:
+        self.balance += event.amount if isinstance(event, Deposited) else -event.amount
+
+    @on_error
+    async def failed(self, error: CommandRejectedError | ValueError, command: Withdraw, headers: Headers) -> None:
+        told.append((str(error), command.amount, self.balance, dict(headers)))
+
+
+told: list[tuple[str, int, int, dict[str, str]]] = []
+
+
+@pytest.fixture(autouse=True)
+def nobody_told() -> None:
+    told.clear()
+
+
+@asynccontextmanager
+async def serving(app: App) -> AsyncIterator[CommandGateway]:
+    async with app.serving(app.runtime(signals=False, shutdown_quiet_period=0)) as gateway:
+        yield gateway
+
+
+def account(*processors: object, **options: Any) -> App:
+    return App([Account], processors, services={Fees: Fees(1)}, **options)
+
+
+class TestWhatFunctionsTake:
+    async def test_unions_headers_message_and_services(self) -> None:
+        app = account()
+        async with serving(app) as gateway:
+            await gateway.send_and_wait(Open("a"))
+            await gateway.send_and_wait(Deposit("a", 10), headers={"trace": "t"})
+            assert (await gateway.send_and_wait(Withdraw("a", 4))).error is None
+        assert (await app.repository.load(AggregateId("bank", "account", "a"))).state == Account("a", 5, is_open=True)
+
+    def test_a_service_that_is_not_there_is_told_with_the_fix(self) -> None:
+        with pytest.raises(ConfigurationError, match=r"Account.change takes fees: Fees, .* services=\{Fees: ...\}"):
+            App([Account])
+        with pytest.raises(TypeError, match="'Fees' is no class"):
+            App([Account], services={"Fees": Fees(1)})  # type: ignore[dict-item]
+
+    def test_given_has_services_too(self) -> None:
+        given(Account, "a", Opened(), services={Fees: Fees(2)}).when(Deposit("a", 5)).expect_events(Deposited(3))
+
+    async def test_an_event_function_handles_what_inherits_and_takes_envelope_stream_and_state(self) -> None:
+        seen: list[object] = []
+
+        @event_processor
+        class Changes:
+            @on_event
+            async def changed(
+                self, change: Change, event: DomainEvent, stream: DomainEventStream, state: Account, fees: Fees
+            ) -> None:  # type: ignore[type-arg]
+                assert event.body is change
+                assert stream is event.stream
+                seen.append((type(change).__name__, event.sequence, state.balance, fees.fee))
+
+            @on_state_event
+            def of(self, state: Account, event: StateEvent, headers: Headers) -> None:  # type: ignore[type-arg]
+                seen.append(("state", event.version, state.balance, dict(headers)))
+
+        async with serving(account(Changes())) as gateway:
+            await gateway.send_and_wait(Open("a"))
+            await gateway.send_and_wait(Deposit("a", 10), headers={"trace": "t"})
+            await gateway.send_and_wait(Withdraw("a", 4))
+        assert sorted(seen, key=str) == sorted(
+            [
+                ("state", 1, 0, {}),
+                ("Deposited", 1, 9, 1),
+                ("state", 2, 9, {"trace": "t"}),
+                ("Withdrawn", 1, 5, 1),
+                ("state", 3, 5, {}),
+            ],
+            key=str,
+        )
+
+    def test_what_cannot_be_taken_is_refused_when_the_class_is_decorated(self) -> None:
+        with pytest.raises(TypeError, match=r"Wrong.on: 'state' cannot be a StateEvent here; write DomainEvent"):
+
+            @projection
+            class Wrong:
+                @on_event
+                def on(self, event: Opened, state: StateEvent[Account]) -> None: ...
+
+        with pytest.raises(TypeError, match=r"Wrong.on must name what it takes besides its message, not take \*rest"):
+
+            @projection
+            class Wrong:  # type: ignore[no-redef]
+                @on_event
+                def on(self, event: Opened, *rest: Fees) -> None: ...
+
+    def test_a_sealed_registry_takes_no_more(self) -> None:
+        registry = registry_of(Domain([Chain]))
+        registry.seal()
+        with pytest.raises(RuntimeStateError, match="register processors before"):
+            registry.register(object())
+
+
+class TestVersions:
+    async def test_exists_and_expected_version(self) -> None:
+        async with serving(account()) as gateway:
+            codes = []
+            for command, expected in [
+                (Deposit("a", 5), None),
+                (Open("a"), 1),
+                (Open("a"), 0),
+                (Open("a"), None),
+                (Deposit("a", 5), 1),
+                (Deposit("a", 5), 1),
+            ]:
+                result = await gateway.send_and_wait(command, expected_version=expected)
+                codes.append(result.error.code if result.error else result.version)
+        assert codes == [
+            "AggregateNotFoundError",
+            "ExpectedVersionError",
+            1,
+            "AggregateExistsError",
+            2,
+            "ExpectedVersionError",
+        ]
+
+    def test_an_expected_version_is_a_version(self) -> None:
+        domain = Domain([Chain])
+        for wrong in (-1, True, 2**63, "1"):
+            with pytest.raises(ValueError, match="expected_version must be an int"):
+                domain.command_message(Step("a"), expected_version=wrong)  # type: ignore[arg-type]
+
+
+class Racing(InMemoryEventStore):
+    """Another writer is first, as often as it has something to write."""
+
+    def __init__(self, domain: Domain, *others: object) -> None:
+        super().__init__(domain.serializer)
+        self.others = list(others)
+        self.refused: list[str] = []
+        self.attempts: list[str] = []
+
+    async def append(self, stream: DomainEventStream) -> None:
+        self.attempts.append(stream.aggregate_id.id)
+        if stream.aggregate_id.id in self.refused:
+            raise VersionConflictError(stream.aggregate_id, stream.version - 1, stream.version)
+        if self.others and stream.aggregate_id.id == "A" and stream.version > 2:
+            event = self.others.pop(0)
+            other = evolve(stream, events=[event], id=f"other {stream.version}", request_id=f"other {stream.version}")
+            await super().append(other)
+        await super().append(stream)
+
+
+class TestConflicts:
+    async def test_fs02_a_conflict_is_decided_again_from_a_fresh_load_and_delays_only_its_mailbox(
+        self, autojump_clock: MockClock
+    ) -> None:
+        domain = Domain([Account])
+        store = Racing(domain, Withdrawn(10), Withdrawn(90))
+        retry = Retry(is_retryable, retries=2, backoff=1, max_backoff=1, jitter=0)
+        app = App(domain, services={Fees: Fees(0)}, store=store, command_retry=retry)
+        ended: dict[str, float] = {}
+        results: dict[str, Any] = {}
+        start = trio.current_time()
+
+        async def send(name: str, command: Any) -> None:
+            results[name] = await gateway.send_and_wait(command)
+            ended[name] = trio.current_time() - start
+
+        async with serving(app) as gateway:
+            for command in (Open("A"), Deposit("A", 100), Open("B"), Open("C")):
+                await gateway.send_and_wait(command)
+            store.refused.append("C")
+            async with trio.open_nursery() as nursery:
+                for name, command in [
+                    ("A1", Withdraw("A", 50)),
+                    ("A2", Deposit("A", 7)),
+                    ("C1", Deposit("C", 1)),
+                    ("C2", Withdraw("C", 1)),
+                    *((f"B{n}", Deposit("B", n + 1)) for n in range(100)),
+                ]:
+                    nursery.start_soon(send, name, command)
+                    await wait_all_tasks_blocked()
+        assert max(ended[name] for name in ended if name.startswith("B")) < 0.1
+        assert results["A1"].error.text == "only 0 left"
+        assert ended["A1"] == pytest.approx(2)
+        assert told == [("only 0 left", 50, 0, {}), ("only 0 left", 1, 0, {})]
+        assert results["A2"].error is None
+        assert results["C1"].error.code == "VersionConflictError"
+        assert results["C1"].error.undecided
+        assert store.attempts[-4:].count("C") + store.attempts[:-4].count("C") == 1 + 3
+        assert results["C2"].error.text == "only 0 left"
+        streams = await store.load(aggregate_model(Account).aggregate_id("A"))
+        assert [stream.events[0] for stream in streams][2:] == [Withdrawn(10), Withdrawn(90), Deposited(7)]
+
+    def test_fs03_a_group_is_retried_only_when_every_leaf_is(self) -> None:
+        conflict = VersionConflictError("a", 1, 2)
+        assert is_retryable(ExceptionGroup("all", [conflict, ExceptionGroup("inner", [OSError()])]))
+        assert not is_retryable(ExceptionGroup("mixed", [conflict, CommandRejectedError("no")]))
+        assert is_retryable(StoreLockedError("here", "locked"))
+        assert not is_retryable(SystemExit())
+
+
+class TestErrorFunctions:
+    async def test_on_error_is_told_once_on_the_state_as_it_is_stored(self) -> None:
+        async with serving(account()) as gateway:
+            await gateway.send_and_wait(Open("a"))
+            await gateway.send_and_wait(Deposit("a", 3))
+            result = await gateway.send_and_wait(Withdraw("a", 9), headers={"h": "1"})
+        assert result.error is not None
+        assert result.error.text == "only 2 left"
+        assert told == [("only 2 left", 9, 2, {"h": "1"})]
+
+    async def test_what_on_error_raises_is_logged_and_changes_nothing(self, caplog: pytest.LogCaptureFixture) -> None:
+        @frozen
+        class Act:
+            id: str
+
+        @aggregate(context="acts")
+        @define
+        class Actor:
+            id: str
+
+            @on_command
+            def act(self, command: Act) -> None:
+                raise CommandRejectedError("no")
+
+            @on_error
+            def failed(self, error: Exception, command: Act) -> None:
+                raise LookupError("not even this")
+
+        async with serving(App([Actor])) as gateway:
+            result = await gateway.send_and_wait(Act("a"))
+        assert result.error is not None
+        assert result.error.text == "no"
+        (record,) = caplog.records
+        assert record.getMessage() == "Actor.failed failed for acts.actor/a"
+
+    def test_wrong_ones_are_refused(self) -> None:
+        with pytest.raises(TypeError, match=r"annotate 'error' with a class of errors, such as Exception"):
+
+            @aggregate(context="acts")
+            @define
+            class Wrong:
+                id: str
+
+                @on_command
+                def open(self, command: Open) -> Opened:
+                    return Opened()
+
+                @on_error
+                def failed(self, error: int, command: Open) -> None: ...
+
+        with pytest.raises(TypeError, match=r"is told of failures of Deposit, for which Other has no @on_command"):
+
+            @aggregate(context="acts")
+            @define
+            class Other:
+                id: str
+
+                @on_command
+                def open(self, command: Open) -> Opened:
+                    return Opened()
+
+                @on_error
+                def failed(self, error: Exception, command: Deposit) -> None: ...
+
+
+class TestFilters:
+    async def test_filters_see_each_message_and_each_attempt_in_their_order(self) -> None:
+        log: list[object] = []
+
+        def noting(name: str) -> Any:
+            async def note(handling: Handling, proceed: Handler) -> object:
+                log.append((name, handling.function))
+                result = await proceed(handling)
+                log.append((name, "out"))
+                return result
+
+            return note
+
+        app = App([Chain], filters=[noting("message")], function_filters=[noting("first"), noting("second")])
+        async with serving(app) as gateway:
+            await gateway.send_and_wait(Step("a"))
+        assert log == [
+            ("message", None),
+            ("first", "Chain.step"),
+            ("second", "Chain.step"),
+            ("second", "out"),
+            ("first", "out"),
+            ("message", "out"),
+        ]
+
+    async def test_the_chain_is_composed_once_for_each_version_of_its_list(self) -> None:
+        calls: list[str] = []
+
+        async def handler(handling: Handling) -> str:
+            calls.append("handler")
+            return "done"
+
+        async def one(handling: Handling, proceed: Handler) -> object:
+            calls.append("one")
+            return await proceed(handling)
+
+        async def two(handling: Handling, proceed: Handler) -> object:
+            calls.append("two")
+            return await proceed(handling)
+
+        chain = FilterChain([one])
+        run = chain.around(handler)
+        handling = Handling("dispatcher", None)
+        assert await run(handling) == "done"
+        chain.insert(0, two)
+        await run(handling)
+        chain.remove(one)
+        await run(handling)
+        assert calls == ["one", "handler", "two", "one", "handler", "two", "handler"]
+        assert (list(chain), len(chain), chain.version) == ([two], 1, 2)
+        with pytest.raises(TypeError, match="a filter is an async callable"):
+            chain.append(lambda handling, proceed: proceed(handling))
+
+    @pytest.mark.parametrize(
+        "wrong", [{"retries": -1}, {"retries": 1.5}, {"backoff": -1.0}, {"max_backoff": 0.5, "backoff": 1.0}]
+    )
+    def test_retry_refuses_numbers_out_of_their_range(self, wrong: dict[str, Any]) -> None:
+        with pytest.raises(ValueError, match="must be"):
+            Retry(**wrong)
+
+
+class Recorder:
+    def __init__(self, answer: Recording | Exception) -> None:
+        self.answer = answer
+        self.failures: list[FailedExecution] = []
+
+    async def record(self, failure: FailedExecution, /) -> Recording:
+        await trio.lowlevel.checkpoint()
+        self.failures.append(failure)
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+class Failing:
+    """Fails on 2, as often as it is told to."""
+
+    def __init__(self, times: int, error: Exception) -> None:
+        self.times = times
+        self.error = error
+        self.calls: list[tuple[int, float]] = []
+        self.done: list[int] = []
+
+    def handle(self, number: int) -> None:
+        self.calls.append((number, trio.current_time()))
+        if number == 2 and self.times:
+            self.times -= 1
+            raise self.error
+        self.done.append(number)
+
+
+@event_processor
+class Mails(Failing):
+    @on_event
+    async def stepped(self, event: Stepped) -> None:
+        self.handle(event.number)
+
+
+async def run_three(mails: Mails, **options: Any) -> None:
+    async with serving(App([Chain], [mails], **options)) as gateway:
+        for number in (1, 2, 3):
+            await gateway.send_and_wait(Step("a", number))
+
+
+class TestFailures:
+    async def test_an_event_function_is_tried_again_with_growing_backoff(self, autojump_clock: MockClock) -> None:
+        mails = Mails(3, OSError("unreachable"))
+        await run_three(mails, event_retry=Retry(backoff=2, jitter=0))
+        start = mails.calls[1][1]
+        assert [at - start for number, at in mails.calls if number == 2] == pytest.approx([0, 2, 6, 14])
+        assert mails.done == [1, 2, 3]
+
+    async def test_an_error_that_cannot_pass_is_not_tried_again(self) -> None:
+        mails = Mails(1, CommandRejectedError("never"))
+        recorder = Recorder(Recording.RECORDED)
+        await run_three(mails, failures=recorder)
+        (failure,) = recorder.failures
+        assert failure.function == "event-dispatcher/Mails.stepped"
+        assert (failure.version, failure.sequence, failure.attempts) == (2, 1, 1)
+        assert (failure.error, failure.text) == ("CommandRejectedError", "never")
+        assert "Traceback" in failure.traceback
+
+    @pytest.mark.parametrize(
+        ("answer", "goes_on"),
+        [
+            (Recording.RECORDED, True),
+            (Recording.WAIVED, True),
+            (Recording.UNRECORDED, False),
+            (LookupError("no recorder"), False),
+        ],
+        ids=str,
+    )
+    async def test_what_is_kept_lets_the_aggregate_go_on_and_what_is_not_holds_it(
+        self, answer: Recording | Exception, goes_on: bool
+    ) -> None:
+        mails = Mails(1_000, OSError("unreachable"))
+        recorder = Recorder(answer)
+        await run_three(mails, failures=recorder)
+        assert mails.done == ([1, 3] if goes_on else [1])
+        assert recorder.failures[0].attempts == 4
+        if not goes_on:  # the next one tries again, once
+            assert [each.attempts for each in recorder.failures] == [4, 5]
+
+    def test_an_error_that_cannot_be_shown_is_described_all_the_same(self) -> None:
+        class UnshowableError(Exception):
+            def __str__(self) -> str:
+                raise LookupError
+
+        for error in (UnshowableError(), ValueError("\ud800" * 9_000)):
+            failure = FailedExecution.of(
+                error, function="f", aggregate_id=AggregateId("c", "a", "i"), version=1, sequence=1, attempts=1
+            )
+            assert failure.error == type(error).__name__
+            failure.text.encode()
+            failure.traceback.encode()
+            assert len(failure.text) <= 2_000
+
+
+class TestSagaLimits:
+    async def test_fs20_a_saga_that_feeds_itself_ends_at_the_hop_limit(self) -> None:
+        @saga
+        class Circle:
+            @on_event
+            def stepped(self, event: DomainEvent[Stepped]) -> Step:
+                return Step("ring", event.body.number + 1)
+
+        recorder = Recorder(Recording.RECORDED)
+        app = App([Chain], [Circle()], failures=recorder, max_hops=5)
+        async with serving(app) as gateway:
+            await gateway.send_and_wait(Step("ring", 0))
+            for n in range(100):
+                assert (await gateway.send_and_wait(Step("other"), headers={"wow-hops": "5"})).error is None, n
+        streams: Sequence[DomainEventStream] = await app.store.load(aggregate_model(Chain).aggregate_id("ring"))
+        assert [stream.events[0] for stream in streams] == [Stepped(n) for n in range(6)]
+        assert [stream.headers.get("wow-hops") for stream in streams] == [None, "1", "2", "3", "4", "5"]
+        assert {failure.error for failure in recorder.failures} == {HopLimitError.__name__}
+        assert recorder.failures[0].attempts == 1
+
+    @pytest.mark.parametrize("wrong", [0, -1, True, 1.5])
+    def test_max_hops_is_a_positive_int(self, wrong: Any) -> None:
+        @saga
+        class Idle:
+            @on_event
+            def stepped(self, event: Stepped) -> None: ...
+
+        with pytest.raises(ValueError, match="max_hops must be a positive int"):
+            App([Chain], [Idle()], max_hops=wrong)
