@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import trio
 from attrs import define, evolve, frozen
-from chain_domain import Chain, Step, Stepped, registry_of
+from chain_domain import Chain, Step, Stepped, Steps, registry_of
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from trio_wow import (
@@ -27,11 +27,28 @@ from trio_wow import (
     projection,
     saga,
 )
-from trio_wow.dispatch import FilterChain, Handler, Handling, Retry, is_retryable
+from trio_wow.buses import InMemoryCommandBus, InMemoryDomainEventBus
+from trio_wow.dispatch import (
+    CommandDispatcher,
+    FilterChain,
+    Handler,
+    Handling,
+    ProjectionDispatcher,
+    Retry,
+    is_retryable,
+)
 from trio_wow.domain import Domain, aggregate_model
-from trio_wow.errors import ConfigurationError, HopLimitError, RuntimeStateError, StoreLockedError, VersionConflictError
+from trio_wow.errors import (
+    ConfigurationError,
+    HopLimitError,
+    RuntimeStateError,
+    SerializationError,
+    StoreLockedError,
+    VersionConflictError,
+)
 from trio_wow.eventsourcing import FailedExecution, InMemoryEventStore, Recording
 from trio_wow.messages import AggregateId, CommandMessage, DomainEventStream
+from trio_wow.runtime import Runtime
 from trio_wow.testing import given
 
 
@@ -154,14 +171,14 @@ class TestWhatFunctionsTake:
         class Changes:
             @on_event
             async def changed(
-                self, change: Change, event: DomainEvent, stream: DomainEventStream, state: Account, fees: Fees
-            ) -> None:  # type: ignore[type-arg]
+                self, change: Change, event: DomainEvent[Change], stream: DomainEventStream, state: Account, fees: Fees
+            ) -> None:
                 assert event.body is change
                 assert stream is event.stream
                 seen.append((type(change).__name__, event.sequence, state.balance, fees.fee))
 
             @on_state_event
-            def of(self, state: Account, event: StateEvent, headers: Headers) -> None:  # type: ignore[type-arg]
+            def of(self, state: Account, event: StateEvent[Account], headers: Headers) -> None:
                 seen.append(("state", event.version, state.balance, dict(headers)))
 
         async with serving(account(Changes())) as gateway:
@@ -272,14 +289,15 @@ class TestConflicts:
                 await gateway.send_and_wait(command)
             store.refused.append("C")
             async with trio.open_nursery() as nursery:
-                for name, command in [
+                commands: list[tuple[str, object]] = [
                     ("A1", Withdraw("A", 50)),
                     ("A2", Deposit("A", 7)),
                     ("C1", Deposit("C", 1)),
                     ("C2", Withdraw("C", 1)),
                     *((f"B{n}", Deposit("B", n + 1)) for n in range(100)),
-                ]:
-                    nursery.start_soon(send, name, command)
+                ]
+                for name, each in commands:
+                    nursery.start_soon(send, name, each)
                     await wait_all_tasks_blocked()
         assert max(ended[name] for name in ended if name.startswith("B")) < 0.1
         assert results["A1"].error.text == "only 0 left"
@@ -299,6 +317,64 @@ class TestConflicts:
         assert not is_retryable(ExceptionGroup("mixed", [conflict, CommandRejectedError("no")]))
         assert is_retryable(StoreLockedError("here", "locked"))
         assert not is_retryable(SystemExit())
+
+
+class TestPublication:
+    async def test_a_failing_publication_is_tried_again_alone(self, autojump_clock: MockClock) -> None:
+        decided: list[str] = []
+
+        class Unreachable(InMemoryDomainEventBus):
+            failures = 3
+
+            async def send(self, message: DomainEventStream) -> None:
+                if self.failures:
+                    self.failures -= 1
+                    raise OSError("unreachable")
+                await super().send(message)
+
+        async def noting(handling: Handling, proceed: Handler) -> object:
+            decided.append(str(handling.function))
+            return await proceed(handling)
+
+        steps = Steps()
+        domain, commands, events = Domain([Chain]), InMemoryCommandBus(), Unreachable()
+        gateway = CommandGateway(domain, commands)
+        dispatcher = CommandDispatcher(
+            domain,
+            commands,
+            InMemoryEventStore(domain.serializer),
+            events,
+            results=gateway.results,
+            function_filters=FilterChain([noting]),
+        )
+        projections = ProjectionDispatcher(registry_of(domain, steps), events)
+        runtime = Runtime([dispatcher, projections, gateway], signals=False, shutdown_quiet_period=0)
+        async with trio.open_nursery() as nursery:
+            await nursery.start(runtime.serve)
+            assert (await gateway.send_and_wait(Step("a", 7))).version == 1
+            runtime.request_stop()
+        assert steps.of == {"a": [7]}
+        assert decided == ["Chain.step"]
+
+    async def test_one_that_can_never_succeed_is_logged_and_the_command_ends(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        class TooSmall(InMemoryDomainEventBus):
+            async def send(self, message: DomainEventStream) -> None:
+                raise SerializationError("too large for this bus")
+
+        domain, commands = Domain([Chain]), InMemoryCommandBus()
+        store = InMemoryEventStore(domain.serializer)
+        gateway = CommandGateway(domain, commands)
+        dispatcher = CommandDispatcher(domain, commands, store, TooSmall(), results=gateway.results)
+        runtime = Runtime([dispatcher, gateway], signals=False, shutdown_quiet_period=0)
+        async with trio.open_nursery() as nursery:
+            await nursery.start(runtime.serve)
+            assert (await gateway.send_and_wait(Step("a"))).version == 1
+            runtime.request_stop()
+        (record,) = caplog.records
+        assert record.getMessage() == "version 1 of chains.chain/a is stored but can never be published"
+        assert len(await store.read_all(0, 9)) == 1
 
 
 class TestErrorFunctions:
