@@ -245,7 +245,7 @@ class TestFromInside:
         node = Node()
         receiver = node.receiver(demand=1)
         await node.bus.send(command(1))
-        assert [lease.name for lease in node.admission.leases] == ["CommandMessage for group:context"]
+        assert [lease.name for lease in node.admission.leases] == ["Do for context.thing/1, in group"]
         (exchange,) = await receiver.receive_batch(9)
         MessageExchange.discard(exchange)
         exchange.discard()

@@ -9,79 +9,27 @@ from typing import Any
 
 import pytest
 import trio
-from support import ListSource, PythonProcess, a_cancelled, collect, task_names
+from runtime_support import CatchingUp, Part, quick, raising, shielded, sleeping
+from support import ListSource, PythonProcess, a_cancelled, collect, forever, itself, task_names
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from trio_wow.errors import ExecutorClosedError, HandlerExitError, RuntimeStateError, ShutdownDeadlineError
 from trio_wow.execution import KeyedExecutor
-from trio_wow.runtime import ActivityLease, Admission, Runtime, RuntimeContext
+from trio_wow.runtime import ActivityLease, Admission, Runtime
 
 
-class Part:
-    """A component that writes down each step, and does in it what the test says."""
+class Unspeakable:
+    """Counts how often its text is asked for; has none if made with `None`."""
 
-    def __init__(self, name: str, log: list[str], **steps: Callable[..., Any]) -> None:
-        self.name = name
-        self.log = log
-        self.steps = steps
-        self.context: RuntimeContext | None = None
+    def __init__(self, text: str | None) -> None:
+        self.text = text
+        self.asked = 0
 
-    async def _step(self, step: str) -> None:
-        self.log.append(f"{step} {self.name}")
-        if step in self.steps:
-            result = self.steps[step](self)
-            if isinstance(result, Awaitable):
-                await result
-
-    def _plain(self, step: str) -> None:
-        self.log.append(f"{step} {self.name}")
-        if step in self.steps:
-            self.steps[step](self)
-
-    async def prepare(self, context: RuntimeContext, /) -> None:
-        self.context = context
-        await self._step("prepare")
-
-    def start(self) -> None:
-        self._plain("start")
-
-    def quiesce(self) -> None:
-        self._plain("quiesce")
-
-    async def stop(self) -> None:
-        await self._step("stop")
-
-    def force_stop(self) -> None:
-        self._plain("force_stop")
-
-    def spawn(self, work: Callable[..., Awaitable[object]], name: str | None = None) -> None:
-        assert self.context is not None
-        self.context.nursery.start_soon(work, name=name)
-
-
-class CatchingUp(Part):
-    async def caught_up(self) -> None:
-        await self._step("caught_up")
-
-
-def raising(error: BaseException) -> Callable[..., None]:
-    def step(part: Part) -> None:
-        raise error
-
-    return step
-
-
-async def sleeping(part: object) -> None:
-    await trio.sleep_forever()
-
-
-async def shielded(seconds: float) -> None:
-    with trio.CancelScope(shield=True):
-        await trio.sleep(seconds)
-
-
-def quick(components: list[Any], **options: Any) -> Runtime:
-    return Runtime(components, **{"signals": False, "shutdown_timeout": 10, "shutdown_quiet_period": 0, **options})
+    def __str__(self) -> str:
+        self.asked += 1
+        if self.text is None:
+            raise ValueError("no text")
+        return self.text
 
 
 class TestOrder:
@@ -482,8 +430,8 @@ class TestDeadline:
                 runtime.request_stop()
         (error,) = caught.value.exceptions
         assert isinstance(error, ShutdownDeadlineError)
-        assert error.operations == ("import of orders",)
-        assert str(error).endswith("a held nothing; open operations: import of orders")
+        assert error.operations == (("import of orders", 10.0),)
+        assert str(error).endswith("a held nothing; open operations: import of orders (10.0 s)")
 
     async def test_the_quiet_period_cannot_move_the_deadline(self, autojump_clock: MockClock) -> None:
         part = Part("a", [])
@@ -603,6 +551,164 @@ class TestDeadline:
             runtime.request_stop()
             assert await collect(runtime.serve) is None
             assert not runtime._forced.is_set()
+
+
+class TestStatistics:
+    async def test_it_tells_each_state_and_what_each_component_does(self, autojump_clock: MockClock) -> None:
+        def sleep(seconds: float) -> Callable[..., Awaitable[None]]:
+            async def step(part: Part) -> None:
+                await trio.sleep(seconds)
+
+            return step
+
+        parts = [
+            CatchingUp("a", [], prepare=sleep(1), start=lambda part: part.spawn(partial(trio.sleep, 2), "work")),
+            CatchingUp("b", [], caught_up=sleep(2), stop=sleep(4)),
+        ]
+        runtime = quick(parts)
+        seen: list[tuple[object, ...]] = []
+
+        def look() -> None:
+            statistics = runtime.statistics()
+            seen.append((statistics.state.name, statistics.seconds_left))
+            seen.extend((each.name, each.step, each.left, each.tasks) for each in statistics.components)
+
+        look()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(runtime.serve)
+            await wait_all_tasks_blocked()
+            look()
+            await trio.sleep(1.5)
+            look()
+            await trio.sleep(2)
+            look()
+            runtime.request_stop()
+            await trio.sleep(3)
+            look()
+        look()
+        assert seen == [
+            *[("NEW", None), ("a", None, False, ()), ("b", None, False, ())],
+            *[("STARTING", None), ("a", "prepare", False, ()), ("b", None, False, ())],
+            *[("STARTING", None), ("a", None, False, ("work",)), ("b", "caught_up", False, ())],
+            *[("RUNNING", None), ("a", None, False, ()), ("b", None, False, ())],
+            *[("STOPPING", 7.0), ("a", None, False, ()), ("b", "stop", False, ())],
+            *[("STOPPED", None), ("a", None, True, ()), ("b", None, True, ())],
+        ]
+
+    def test_it_can_be_asked_before_and_after_the_trio_run(self) -> None:
+        runtime = quick([Part("a", [])])
+        assert runtime.statistics().state.name == "NEW"
+        runtime.request_stop()
+        trio.run(runtime.serve)
+        statistics = runtime.statistics()
+        assert (statistics.state.name, statistics.seconds_left, statistics.leases) == ("STOPPED", None, ())
+
+    async def test_open_operations_have_names_and_ages_oldest_first(self, autojump_clock: MockClock) -> None:
+        part = Part("a", [])
+        runtime = quick([part])
+        async with trio.open_nursery() as nursery:
+            await nursery.start(runtime.serve)
+            assert part.context is not None
+            first = part.context.try_acquire("import of %s from %s", "orders", Unspeakable("a.csv"))
+            await trio.sleep(2)
+            second = part.context.try_acquire("100% of it")
+            await trio.sleep(1)
+            third = part.context.try_acquire("unspeakable: %s", Unspeakable(None))
+            leases = runtime.statistics().leases
+            assert [(lease.name, lease.age) for lease in leases] == [
+                ("import of orders from a.csv", 3.0),
+                ("100% of it", 1.0),
+                ("unspeakable: %s", 0.0),
+            ]
+            for lease in (second, first, third):
+                assert lease is not None
+                lease.close()
+            assert runtime.statistics().leases == ()
+            runtime.request_stop()
+
+    async def test_a_name_is_put_together_when_asked_for_and_not_before(self) -> None:
+        admission = Admission()
+        part = Unspeakable("a.csv")
+        lease = admission.try_acquire("import of %s", part)
+        assert lease is not None
+        lease.close()
+        assert part.asked == 0
+        assert repr(lease) == "<lease 'import of a.csv': closed>"
+
+    @pytest.mark.parametrize("ends", [6, 20])
+    async def test_at_half_of_the_deadline_the_log_says_once_what_is_waited_for(
+        self, autojump_clock: MockClock, caplog: pytest.LogCaptureFixture, ends: float
+    ) -> None:
+        caplog.set_level("WARNING", "trio_wow.runtime")
+
+        def start(part: Part) -> None:
+            assert part.context is not None
+            lease = part.context.try_acquire("import of %s", "orders")
+
+            async def work() -> None:
+                assert lease is not None
+                with lease:
+                    await trio.sleep(1 + ends)
+
+            part.spawn(work, "importer")
+
+        runtime = quick([Part("a", []), Part("b", [], start=start)])
+        caught: list[BaseException | None] = []
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(collect, runtime.serve, caught)
+            await trio.sleep(1)
+            runtime.request_stop()
+            runtime.request_stop()
+        half = [record for record in caplog.records if record.levelname == "WARNING"]
+        assert [(record.name, record.getMessage()) for record in half] == [
+            (
+                "trio_wow.runtime",
+                "half of the time to stop (10 s) is over; still waiting: b held importer; a held nothing; "
+                "open operations: import of orders (6.0 s)",
+            )
+        ]
+        errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+        if ends < 10:
+            assert (caught, errors) == ([None], [])
+        else:
+            assert errors == [str(caught[0])]
+            assert errors[0].endswith("b held importer; a held nothing; open operations: import of orders (11.0 s)")
+
+    async def test_a_stop_that_is_forced_before_half_of_its_time_warns_of_nothing(
+        self, autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level("WARNING", "trio_wow.runtime")
+        runtime = quick([Part("a", [], stop=lambda _: shielded(8))])
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(collect, runtime.serve)
+            await wait_all_tasks_blocked()
+            runtime.request_stop()
+            await trio.sleep(1)
+            runtime.force_stop()
+        assert [record.levelname for record in caplog.records] == ["ERROR"]
+
+    async def test_what_the_executor_runs_for_nobody_is_named_too(
+        self, autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level("WARNING", "trio_wow.runtime")
+        executor = KeyedExecutor()
+        runtime = quick([Part("a", [])], executor=executor)
+        caught: list[BaseException | None] = []
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(collect, runtime.serve, caught)
+            nursery.start_soon(collect, partial(executor.dispatch, ListSource([1]), key=itself, handler=forever))
+            await wait_all_tasks_blocked()
+            runtime.request_stop()
+        assert caplog.records[0].getMessage().endswith("still waiting: the executor held forever")
+        (error,) = caught
+        assert isinstance(error, ShutdownDeadlineError)
+        assert error.held == {"the executor": ("forever",)}
+
+    def test_of_many_operations_the_first_few_are_told_and_each_name_once(self) -> None:
+        error = ShutdownDeadlineError("x", {}, [("b", 9.25), ("a", 3.0), ("b", 2.0)])
+        assert str(error) == "the stop was forced by x: open operations: b (2 times, up to 9.2 s), a (3.0 s)"
+        many = ShutdownDeadlineError("x", {}, [(f"n{n}", 300.0 - n) for n in range(300)])
+        assert str(many).endswith("n7 (293.0 s), 292 more")
 
 
 class TestQuietPeriod:

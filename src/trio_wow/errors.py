@@ -175,24 +175,44 @@ class ShutdownDeadlineError(WowError):
     Attributes:
         reason: what forced the stop.
         held: component name -> names of the tasks it still ran when it was forced; the text shows the first few.
-        operations: names of the leases that were still open.
+        operations: name and age in seconds of each operation that was still open, oldest first.
     """
 
-    def __init__(self, reason: str, held: Mapping[str, Sequence[str]], operations: Sequence[str] = ()) -> None:
-        parts = [f"{name} held {_some(tasks)}" for name, tasks in held.items()]
-        if operations:
-            parts.append(f"open operations: {_some(operations)}")
-        shown = "; ".join(parts)
+    def __init__(
+        self, reason: str, held: Mapping[str, Sequence[str]], operations: Sequence[tuple[str, float]] = ()
+    ) -> None:
+        shown = self.describe(held, operations)
         super().__init__(f"the stop was forced by {reason}" + (f": {shown}" if shown else ""))
         self.reason = reason
         self.held = {name: tuple(tasks) for name, tasks in held.items()}
         self.operations = tuple(operations)
 
+    @staticmethod
+    def describe(held: Mapping[str, Sequence[str]], operations: Sequence[tuple[str, float]]) -> str:
+        """Say in one line what is held and which operations are open; of many, the first few."""
+        parts = [f"{name} held {_some(_counted(tasks))}" for name, tasks in held.items()]
+        if operations:
+            parts.append(f"open operations: {_some(_aged(operations))}")
+        return "; ".join(parts)
 
-def _some(names: Sequence[str]) -> str:
-    counted = [name if count == 1 else f"{name} ({count} times)" for name, count in Counter(names).items()]
-    shown = [*counted[:8], f"{len(counted) - 8} more"] if len(counted) > 9 else counted
+
+def _some(texts: Sequence[str]) -> str:
+    shown = [*texts[:8], f"{len(texts) - 8} more"] if len(texts) > 9 else texts
     return ", ".join(shown) or "nothing"
+
+
+def _counted(names: Sequence[str]) -> list[str]:
+    return [name if count == 1 else f"{name} ({count} times)" for name, count in Counter(names).items()]
+
+
+def _aged(operations: Sequence[tuple[str, float]]) -> list[str]:
+    """Give each name once, with the age of the oldest of that name: the first."""
+    counts = Counter(name for name, _ in operations)
+    oldest = dict(reversed(operations))
+    return [
+        f"{name} ({oldest[name]:.1f} s)" if count == 1 else f"{name} ({count} times, up to {oldest[name]:.1f} s)"
+        for name, count in counts.items()
+    ]
 
 
 class HandlerExitError(WowError):

@@ -205,7 +205,8 @@ class _Topic(Generic[R]):
 
     def _hand_over(self, message: R, targets: Sequence[InMemoryReceiver[R]]) -> None:
         for route, receiver in enumerate(targets):
-            lease = receiver.subscription.admission.try_acquire(f"{type(message).__name__} for {receiver.name}")
+            subscription = receiver.subscription
+            lease = subscription.admission.try_acquire("%s, in %s", message, subscription.group)
             receiver.put(MessageExchange(message if route == 0 else message.routed(), lease))
 
     def _targets(self, message: R) -> list[InMemoryReceiver[R]]:

@@ -125,7 +125,7 @@ class MessageDispatcher(ABC, Generic[M]):
     async def _process(self, exchange: MessageExchange[M]) -> None:
         lease = exchange.lease
         if lease is None:
-            lease = self._prepared().try_acquire(f"{type(exchange.message).__name__} for {self.name}")
+            lease = self._prepared().try_acquire("%s, in %s", exchange.message, self.name)
         finished = False
         try:
             if lease is not None:  # else admission has closed: not handled, not acknowledged

@@ -81,6 +81,9 @@ class CommandMessage:
         check_identifier("command ID", self.id)
         check_identifier("request ID", self.request_id)
 
+    def __str__(self) -> str:
+        return f"{type(self.body).__name__} for {self.aggregate_id}"
+
     def routed(self) -> "CommandMessage":
         """Return a copy for one route: equal, with headers of its own."""
         return evolve(self)
@@ -125,6 +128,10 @@ class DomainEventStream:
             )
         if not self.events:
             raise ValueError(f"a stream of {self.aggregate_id} must hold at least one event")
+
+    def __str__(self) -> str:
+        more = f" and {len(self.events) - 1} more" if len(self.events) > 1 else ""
+        return f"{type(self.events[0]).__name__}{more} of {self.aggregate_id}, version {self.version}"
 
     def routed(self) -> "DomainEventStream":
         """Return a copy for one route: equal, with headers of its own."""
@@ -183,6 +190,9 @@ class StateEvent(Generic[S_co]):
     def version(self) -> int:
         """The aggregate's version."""
         return self.stream.version
+
+    def __str__(self) -> str:
+        return f"state after {self.stream}"
 
     def routed(self) -> "StateEvent[S_co]":
         """Return a copy for one route: with headers and a state of its own."""

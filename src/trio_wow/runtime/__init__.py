@@ -5,6 +5,19 @@ from trio_wow.runtime._admission import Admission as Admission
 from trio_wow.runtime._component import RuntimeComponent as RuntimeComponent
 from trio_wow.runtime._component import RuntimeContext as RuntimeContext
 from trio_wow.runtime._runtime import Runtime as Runtime
-from trio_wow.runtime._runtime import RuntimeState as RuntimeState
+from trio_wow.runtime._state import ComponentStatistics as ComponentStatistics
+from trio_wow.runtime._state import LeaseStatistics as LeaseStatistics
+from trio_wow.runtime._state import RuntimeState as RuntimeState
+from trio_wow.runtime._state import RuntimeStatistics as RuntimeStatistics
 
-__all__ = ["ActivityLease", "Admission", "Runtime", "RuntimeComponent", "RuntimeContext", "RuntimeState"]
+__all__ = [
+    "ActivityLease",
+    "Admission",
+    "ComponentStatistics",
+    "LeaseStatistics",
+    "Runtime",
+    "RuntimeComponent",
+    "RuntimeContext",
+    "RuntimeState",
+    "RuntimeStatistics",
+]

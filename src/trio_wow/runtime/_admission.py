@@ -14,15 +14,30 @@ class ActivityLease:
 
     As a context manager it also marks the code inside as *being handled*: what that code sends, in child tasks and
     threads too, counts as coming from inside the runtime for as long as the lease is open.
+
+    Attributes:
+        since: when the operation began, `trio.current_time()`.
     """
 
-    __slots__ = ("_admission", "_open", "_token", "name")
+    __slots__ = ("_admission", "_name", "_open", "_parts", "_token", "since")
 
-    def __init__(self, admission: "Admission", name: str) -> None:
+    def __init__(self, admission: "Admission", name: str, parts: tuple[object, ...]) -> None:
         self._admission = admission
+        self._name = name
+        self._parts = parts
         self._open = True
         self._token: Token[ActivityLease | None] | None = None
-        self.name = name
+        self.since = trio.current_time()
+
+    @property
+    def name(self) -> str:
+        """What the operation is called. Put together when asked for: most leases are never asked."""
+        if not self._parts:
+            return self._name
+        try:
+            return self._name % self._parts
+        except Exception:  # a stop that says what it waits for must not fail by it
+            return self._name
 
     @property
     def is_open(self) -> bool:
@@ -63,7 +78,7 @@ class Admission:
     """
 
     def __init__(self) -> None:
-        self._leases: set[ActivityLease] = set()
+        self._leases: dict[ActivityLease, None] = {}
         self._closed = False
         self._intake_open = False
         self._overdrawn = 0
@@ -71,12 +86,17 @@ class Admission:
         self._changed = trio.Event()
         self._watchers: dict[Callable[[], object], None] = {}
 
-    def try_acquire(self, name: str | None = None) -> ActivityLease | None:
-        """Give a lease for one operation, or `None` once admission has closed. The caller closes it."""
+    def try_acquire(self, name: str | None = None, *parts: object) -> ActivityLease | None:
+        """Give a lease for one operation, or `None` once admission has closed. The caller closes it.
+
+        Args:
+            name: what to call the operation when somebody asks what is running.
+            parts: what the `%s` in `name` stand for, as in logging. Kept, and put in only when somebody asks.
+        """
         if self._closed:
             return None
-        lease = ActivityLease(self, name or "unnamed")
-        self._leases.add(lease)
+        lease = ActivityLease(self, name or "unnamed", parts)
+        self._leases[lease] = None
         self._acquired += 1
         self._wake()
         return lease
@@ -105,9 +125,9 @@ class Admission:
         return self._overdrawn > 0
 
     @property
-    def leases(self) -> frozenset[ActivityLease]:
-        """The operations that are running now."""
-        return frozenset(self._leases)
+    def leases(self) -> tuple[ActivityLease, ...]:
+        """The operations that are running now, oldest first."""
+        return tuple(self._leases)
 
     def open_intake(self) -> None:
         """Let work from outside in."""
@@ -164,7 +184,7 @@ class Admission:
         await self._changed.wait()
 
     def _release(self, lease: ActivityLease) -> None:
-        self._leases.discard(lease)
+        del self._leases[lease]
         if not self._leases:
             self._wake()
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 import trio
-from attrs import frozen
+from attrs import field, frozen
 
 from trio_wow.execution import KeyedExecutor
 from trio_wow.runtime._admission import ActivityLease, Admission
@@ -12,30 +12,50 @@ from trio_wow.runtime._admission import ActivityLease, Admission
 __all__ = ["RuntimeComponent", "RuntimeContext"]
 
 
+def _open_admission() -> Admission:
+    admission = Admission()
+    admission.open_intake()
+    return admission
+
+
 @frozen
 class RuntimeContext:
     """What a runtime lends to one component, from `prepare` until the component has stopped.
 
+    A test may make one without a runtime, in a nursery of its own: prepare and start the component, and later await its
+    `stop()`. Nothing sets `stop_requested` or closes the doors then but the test itself.
+
     Attributes:
         nursery: the component's own. What fails in it ends the component and, with it, the runtime.
-        executor: the runtime's one executor.
+        executor: the runtime's one executor; without a runtime `KeyedExecutor.shared()`.
         stop_requested: set when the stop is requested. A source of work from outside then takes nothing more.
-        admission: the runtime's doors; a bus receiver and a gateway need more of them than `try_acquire`.
+        admission: the runtime's doors; a bus receiver and a gateway need more of them than `try_acquire`. Without a
+            runtime, doors of its own, which are open.
     """
 
     nursery: trio.Nursery
-    executor: KeyedExecutor
-    stop_requested: trio.Event
-    admission: Admission
-    _report: Callable[[BaseException], object]
+    executor: KeyedExecutor = field(factory=KeyedExecutor.shared)
+    stop_requested: trio.Event = field(factory=trio.Event)
+    admission: Admission = field(factory=_open_admission)
+    _report: Callable[[BaseException], object] | None = None
 
-    def try_acquire(self, name: str | None = None) -> ActivityLease | None:
-        """Give a lease for one complete operation, or `None` once admission has closed."""
-        return self.admission.try_acquire(name)
+    def try_acquire(self, name: str | None = None, *parts: object) -> ActivityLease | None:
+        """Give a lease for one complete operation, or `None` once admission has closed; see `Admission.try_acquire`."""
+        return self.admission.try_acquire(name, *parts)
 
     def report_failure(self, error: BaseException) -> None:
-        """Say that the component cannot go on. Fatal: the runtime stops and `serve` raises `error`."""
-        self._report(error)
+        """Say that the component cannot go on. Fatal: the runtime stops and `serve` raises `error`.
+
+        Without a runtime the nursery is cancelled and raises `error`, once more if the component's task raises it too.
+        """
+        if self._report is not None:
+            self._report(error)
+            return
+
+        async def fail() -> None:
+            raise error
+
+        self.nursery.start_soon(fail, name="reported failure")
 
 
 @runtime_checkable

@@ -1,6 +1,5 @@
 """The lifecycle: one nursery tree, ordered start, ordered stop, one deadline."""
 
-import enum
 import logging
 import signal
 import threading
@@ -14,30 +13,14 @@ from trio_wow.errors import HandlerExitError, RuntimeStateError, ShutdownDeadlin
 from trio_wow.execution import KeyedExecutor, split_cancelled
 from trio_wow.runtime._admission import Admission
 from trio_wow.runtime._component import RuntimeComponent, RuntimeContext
+from trio_wow.runtime._state import ComponentStatistics, LeaseStatistics, RuntimeState, RuntimeStatistics
 
-__all__ = ["Runtime", "RuntimeState"]
+__all__ = ["Runtime"]
 
 _log = logging.getLogger("trio_wow.runtime")
 
 # Signals belong to the process. Two owners whose lives overlap would put each other's handlers back.
 _signals_free = threading.Lock()
-
-
-class RuntimeState(enum.Enum):
-    """Where a runtime is in its one life; it only ever moves forward, and may skip states."""
-
-    NEW = 0
-    """Nothing has been called. No task exists."""
-    STARTING = 1
-    """Components are being prepared and started, in order. Nothing is taken from outside."""
-    RUNNING = 2
-    """Every component has started and has caught up. Work from outside is taken."""
-    STOPPING = 3
-    """The deadline runs. Nothing more is taken from outside; what was taken is being finished."""
-    FORCE_STOPPING = 4
-    """The deadline has passed or a force was asked for. What still runs is being cancelled."""
-    STOPPED = 5
-    """No task is left."""
 
 
 class _Slot:
@@ -124,6 +107,28 @@ class Runtime:
     def state(self) -> RuntimeState:
         """Where the runtime is in its life."""
         return self._state
+
+    def statistics(self) -> RuntimeStatistics:
+        """Return what it does at this moment: what runs, and while it stops, what it waits for.
+
+        Costs nothing until called, and then time for each open operation and each task. From the runtime's own thread.
+        """
+        seconds_left = None
+        if self._state is RuntimeState.STOPPING:
+            seconds_left = max(0.0, self._graceful.deadline - trio.current_time())
+        elif self._state is RuntimeState.FORCE_STOPPING:
+            seconds_left = 0.0
+        return RuntimeStatistics(
+            self._state,
+            seconds_left,
+            tuple(LeaseStatistics(*operation) for operation in self._operations()),
+            tuple(
+                ComponentStatistics(
+                    slot.name, slot.step, slot.left.is_set(), tuple(_task_names(slot.nursery)) if slot.prepared else ()
+                )
+                for slot in self._slots
+            ),
+        )
 
     async def serve(self, *, task_status: trio.TaskStatus["Runtime"] = trio.TASK_STATUS_IGNORED) -> None:
         """Start, serve until a stop is requested, stop in order, return.
@@ -244,7 +249,7 @@ class Runtime:
         """Take note of a fatal error, once: admission closes at once and nobody waits for quiet."""
         rest = self._not_reported(error)
         if rest is not None:
-            self._reported.append(error)
+            self._reported.extend(_leaves(rest))
             self._errors.append(_without_exit(rest))
         self._admission.close()
         self._begin_stop()
@@ -252,13 +257,14 @@ class Runtime:
         self._quiet_scope.cancel()
 
     def _not_reported(self, error: BaseException) -> BaseException | None:
-        """Leave out what was reported when it happened and arrives again with the task that it ended."""
-        if any(error is known for known in self._reported):
-            return None
-        if isinstance(error, BaseExceptionGroup):
-            known, rest = error.split(lambda part: any(part is each for each in self._reported))
-            return error if known is None else rest
-        return error
+        """Leave out what was reported when it happened and arrives again with the task that it ended.
+
+        By its leaves: a group that passes a cancelled scope on its way is another group afterwards.
+        """
+        if not isinstance(error, BaseExceptionGroup):
+            return None if any(error is each for each in self._reported) else error
+        known, rest = error.split(lambda part: any(part is each for each in self._reported))
+        return error if known is None else rest
 
     def _absorb(self, error: BaseException, scope: trio.CancelScope, what: str) -> None:
         """Take note of the failure in what was raised, and raise the cancellation in it that `scope` asked for."""
@@ -280,6 +286,14 @@ class Runtime:
     async def _watch_deadline(self) -> None:
         """Force the stop where a step that shields itself keeps `_start` or `_stop` from doing so."""
         await self._stop_requested.wait()
+        with trio.CancelScope(deadline=self._graceful.deadline - self._timeout / 2):
+            await self._force_asked.wait()
+        if not (self._drained or self._force_asked.is_set() or self._forced.is_set()):
+            _log.warning(
+                "half of the time to stop (%s s) is over; still waiting: %s",
+                self._timeout,
+                ShutdownDeadlineError.describe(self._held(), self._operations()) or "for the runtime itself",
+            )
         with trio.CancelScope(deadline=self._graceful.deadline):
             await self._force_asked.wait()
         # What is cancelled or done in this very moment has its turn first.
@@ -402,8 +416,7 @@ class Runtime:
         self._admission.close()
         reason = self._forced_by or f"its deadline ({self._timeout} s)"
         prepared = [slot for slot in self._slots if slot.prepared]
-        held = {slot.name: tuple(_held(slot)) for slot in reversed(prepared) if not slot.left.is_set()}
-        error = ShutdownDeadlineError(reason, held, sorted(lease.name for lease in self._admission.leases))
+        error = ShutdownDeadlineError(reason, self._held(), self._operations())
         _log.error("%s", error)
         for failure in self._errors:  # a task that shields itself may keep `serve` from ever raising them
             _log.error("before that a component had failed", exc_info=failure)
@@ -413,6 +426,26 @@ class Runtime:
             slot.scope.cancel()
         self._executor.force_stop()
         self._forced.set()
+
+    def _held(self) -> dict[str, tuple[str, ...]]:
+        """Return what each component has not finished, those that stop first in front, or else what the executor runs.
+
+        A component that has left holds nothing. The executor is the last to be waited for.
+        """
+        slots = [slot for slot in reversed(self._slots) if slot.prepared and not slot.left.is_set()]
+        held = {
+            slot.name: (*(() if slot.step is None else (f"its {slot.step}()",)), *_task_names(slot.nursery))
+            for slot in slots
+        }
+        if not held and (dispatches := self._executor.statistics().dispatches):
+            held["the executor"] = tuple(dispatch.handler for dispatch in dispatches)
+        return held
+
+    def _operations(self) -> list[tuple[str, float]]:
+        """Return name and age of each open operation, oldest first."""
+        leases = self._admission.leases
+        now = trio.current_time() if leases else 0.0
+        return [(lease.name, now - lease.since) for lease in leases]
 
     async def _in_step(self, slot: _Slot, step: str, function: Callable[[], Awaitable[object]]) -> None:
         slot.step = step
@@ -448,17 +481,19 @@ def _names(components: Sequence[object]) -> Iterator[str]:
         yield name
 
 
-def _held(slot: _Slot) -> Iterator[str]:
-    if slot.step is not None:
-        yield f"its {slot.step}()"
-    yield from _task_names(slot.nursery)
-
-
 def _task_names(nursery: trio.Nursery) -> Iterator[str]:
     for task in sorted(nursery.child_tasks, key=lambda task: task.name):
         yield task.name
         for inner in task.child_nurseries:
             yield from _task_names(inner)
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _leaves(inner)
+    else:
+        yield error
 
 
 def _without_exit(error: BaseException) -> BaseException:
