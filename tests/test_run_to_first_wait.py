@@ -4,7 +4,7 @@ import contextvars
 import random
 import signal
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from functools import partial
 from typing import Any
 
@@ -332,7 +332,7 @@ class TestLeaks:
 async def test_a_scope_left_open_and_cancelled_around_a_nursery_is_a_leak_too() -> None:
     """Trio raises the cancellation as a group then."""
 
-    async def scopes() -> AsyncIterator[trio.CancelScope]:
+    async def scopes() -> AsyncGenerator[trio.CancelScope, None]:
         with trio.CancelScope() as scope:
             yield scope
 
@@ -343,7 +343,7 @@ async def test_a_scope_left_open_and_cancelled_around_a_nursery_is_a_leak_too() 
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(trio.sleep_forever)
                 await trio.sleep_forever()
-    await left.aclose()  # type: ignore[attr-defined]
+    await left.aclose()
 
 
 class Stopped:

@@ -81,6 +81,16 @@ class Life:
             await self.runtime.wait_stopped()
         assert self.runtime.state is state
 
+    async def asked(self, state: RuntimeState, what: str, ask: Asks, then: RuntimeState) -> BaseException | None:
+        """Ask twice in a state for `request_stop` or `force_stop`; return what `serve` raised in the end."""
+        async with trio.open_nursery() as nursery:
+            await self.bring_to(state, nursery)
+            for _ in range(2):
+                await ask(getattr(self.runtime, what))
+                await wait_all_tasks_blocked()
+                assert self.runtime.state is then
+            return await self.end(nursery)
+
     async def end(self, nursery: trio.Nursery) -> BaseException | None:
         """Let it end, and return what `serve` raised."""
         if self.runtime.state is NEW:
@@ -105,13 +115,7 @@ async def test_request_stop_moves_what_runs_to_stopping_and_nothing_else(
     state: RuntimeState, ask: Asks, mock_clock: MockClock
 ) -> None:
     life = Life()
-    async with trio.open_nursery() as nursery:
-        await life.bring_to(state, nursery)
-        for _ in range(2):
-            await ask(life.runtime.request_stop)
-            await wait_all_tasks_blocked()
-            assert life.runtime.state is REQUESTED.get(state, state)
-        error = await life.end(nursery)
+    error = await life.asked(state, "request_stop", ask, REQUESTED.get(state, state))
     assert isinstance(error, ShutdownDeadlineError) == (state is FORCE_STOPPING)
     assert life.log.count("stop a") == (state is not NEW)
 
@@ -122,13 +126,7 @@ async def test_force_stop_moves_what_is_not_over_to_force_stopping(
     state: RuntimeState, ask: Asks, mock_clock: MockClock
 ) -> None:
     life = Life()
-    async with trio.open_nursery() as nursery:
-        await life.bring_to(state, nursery)
-        for _ in range(2):
-            await ask(life.runtime.force_stop)
-            await wait_all_tasks_blocked()
-            assert life.runtime.state is FORCED.get(state, state)
-        error = await life.end(nursery)
+    error = await life.asked(state, "force_stop", ask, FORCED.get(state, state))
     assert isinstance(error, ShutdownDeadlineError) == (state is not STOPPED)
     assert life.log.count("force_stop a") == (state not in (NEW, STOPPED))
 

@@ -234,7 +234,7 @@ class ProcessorDispatcher(MessageDispatcher[M]):
         self._caught_up.set()
 
     async def _handle_stored(self, record: RecordedStream) -> None:
-        lease = self._prepared().try_acquire(f"stored stream for {self.name}")
+        lease = self._prepared().try_acquire("stored stream for %s", self.name)
         if lease is None:
             return
         try:

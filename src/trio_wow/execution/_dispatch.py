@@ -14,6 +14,7 @@ from trio_wow.errors import CancelScopeLeakError, ExecutorClosedError
 from trio_wow.execution._blocking import BlockingCallGuard
 from trio_wow.execution._errors import split_cancelled
 from trio_wow.execution._lane import Lane, RunAsync, RunPlain, run_async, run_plain
+from trio_wow.execution._leaks import outweighs_leak
 from trio_wow.execution._mailbox import Mailbox
 from trio_wow.execution._plain import is_async, name_of, refuse_awaitable
 from trio_wow.execution._source import BatchSource, DemandSource, IterableSource
@@ -257,8 +258,7 @@ class Dispatch(Generic[T]):
         cancelled, failure = (None, None) if error is None else split_cancelled(error)
         if leaked is not None:
             leak = CancelScopeLeakError(self.handler_name, mailbox.key)
-            from_outside = cancelled is not None and leaked.effectively_cancelled
-            if error is not None and (from_outside or not isinstance(failure, Exception | None)):
+            if error is not None and outweighs_leak(error, cancelled_outside=leaked.effectively_cancelled):
                 error.add_note(str(leak))
             else:
                 leak.__cause__ = error

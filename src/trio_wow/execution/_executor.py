@@ -2,8 +2,6 @@
 
 import time
 from collections.abc import AsyncIterable, Callable, Hashable, Mapping
-from functools import partial
-from inspect import isasyncgenfunction, isgeneratorfunction
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
@@ -13,7 +11,7 @@ from trio.lowlevel import enable_ki_protection
 from trio_wow.errors import ExecutorClosedError, printable
 from trio_wow.execution._cpus import usable_cpus
 from trio_wow.execution._dispatch import Dispatch
-from trio_wow.execution._plain import is_async, name_of
+from trio_wow.execution._plain import is_async, name_of, yields
 from trio_wow.execution._source import BatchSource, ChannelSource, IterableSource
 from trio_wow.execution._statistics import KeyedExecutorStatistics, statistics_of_dispatch, statistics_of_worker
 from trio_wow.execution._worker import Workers
@@ -217,20 +215,13 @@ class KeyedExecutor:
 
 
 def _check_functions(handler: object, plain: Mapping[str, object]) -> None:
-    if not callable(handler) or _yields(handler):
+    if not callable(handler) or yields(handler):
         raise TypeError(f"handler must be a function of one item that does not yield, not {_shown(handler)}")
     for name, function in plain.items():
         if function is None and name != "key":
             continue
-        if not callable(function) or is_async(function) or _yields(function):
+        if not callable(function) or is_async(function) or yields(function):
             raise TypeError(f"{name} must be a plain function, not {_shown(function)}")
-
-
-def _yields(function: Callable[..., object]) -> bool:
-    while isinstance(function, partial):
-        function = function.func
-    call = type(function).__call__
-    return any(isgeneratorfunction(each) or isasyncgenfunction(each) for each in (function, call))
 
 
 def _shown(function: object) -> str:

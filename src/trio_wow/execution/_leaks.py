@@ -8,7 +8,18 @@ import trio
 from trio_wow.errors import CancelScopeLeakError
 from trio_wow.execution._errors import split_cancelled
 
-__all__ = ["no_leaked_scope"]
+__all__ = ["no_leaked_scope", "outweighs_leak"]
+
+
+def outweighs_leak(error: BaseException, *, cancelled_outside: bool) -> bool:
+    """Whether what user code raised is told rather than the scope that it left open.
+
+    Args:
+        error: what it raised.
+        cancelled_outside: whether it was cancelled by more than the scopes that it entered.
+    """
+    cancelled, failure = split_cancelled(error)
+    return (cancelled is not None and cancelled_outside) or not isinstance(failure, Exception | None)
 
 
 class no_leaked_scope:  # noqa: N801 - used like a function
@@ -40,9 +51,7 @@ class no_leaked_scope:  # noqa: N801 - used like a function
             self._scope.__exit__(None, None, None)  # what was raised passes by: this scope is never cancelled
         except RuntimeError:  # Trio's complaint about a scope that is not the innermost one, which it has closed
             leak = CancelScopeLeakError(self._function, self._key)
-            cancelled, failure = (None, None) if error is None else split_cancelled(error)
-            from_outside = cancelled is not None and trio.current_effective_deadline() == -inf
-            if not from_outside and isinstance(failure, Exception | None):
+            cancelled_outside = trio.current_effective_deadline() == -inf
+            if error is None or not outweighs_leak(error, cancelled_outside=cancelled_outside):
                 raise leak from error
-            if error is not None:
-                error.add_note(str(leak))
+            error.add_note(str(leak))

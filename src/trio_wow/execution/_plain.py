@@ -1,23 +1,33 @@
 """Telling plain functions from async ones."""
 
 from functools import partial
-from inspect import iscoroutine, iscoroutinefunction
+from inspect import isasyncgenfunction, iscoroutine, iscoroutinefunction, isgeneratorfunction
 from typing import NoReturn
 
-__all__ = ["is_async", "name_of", "refuse_awaitable"]
+__all__ = ["is_async", "name_of", "refuse_awaitable", "yields"]
+
+
+def _bare(function: object) -> object:
+    while isinstance(function, partial):
+        function = function.func
+    return function
 
 
 def is_async(function: object) -> bool:
     """Whether calling it makes a coroutine: an `async def`, also in a `partial`, as a method or as `__call__`."""
-    while isinstance(function, partial):
-        function = function.func
+    function = _bare(function)
     return iscoroutinefunction(function) or iscoroutinefunction(type(function).__call__)
+
+
+def yields(function: object) -> bool:
+    """Whether calling it makes a generator, async or not: also in a `partial`, as a method or as `__call__`."""
+    function = _bare(function)
+    return any(isgeneratorfunction(each) or isasyncgenfunction(each) for each in (function, type(function).__call__))
 
 
 def name_of(function: object) -> str:
     """Return what to call a function in a message: its qualified name, through any `partial`."""
-    while isinstance(function, partial):
-        function = function.func
+    function = _bare(function)
     name = getattr(function, "__qualname__", None)
     return name if isinstance(name, str) else type(function).__qualname__
 

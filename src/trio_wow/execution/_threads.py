@@ -227,17 +227,17 @@ class Threads:
         release = partial(limiter.release_on_behalf_of, borrower)
         try:
             await limiter.acquire_on_behalf_of(borrower)
+            try:
+                # The limiter does not look once it has given a token, and a call is shielded from its start.
+                await trio.lowlevel.checkpoint_if_cancelled()
+            except trio.Cancelled:
+                release()
+                raise
         except trio.Cancelled:
             discard(item)
             raise
         call = self.prepare(mailbox, item, release)
         try:
-            try:
-                # The limiter does not look once it has given a token, and a call is shielded from its start.
-                await trio.lowlevel.checkpoint_if_cancelled()
-            except trio.Cancelled:
-                discard(item)
-                raise
             await call.run()
         finally:
             if not call.abandoned:

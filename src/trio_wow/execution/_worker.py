@@ -183,6 +183,8 @@ class Workers(trio.abc.Instrument):
         unqueued: how many workers have no mailbox queued.
     """
 
+    __slots__ = ("_dispatches", "_next", "_pass_began", "all", "runners", "unqueued")
+
     def __init__(self, name: str, count: int) -> None:
         self.all = tuple(Worker(name, index) for index in range(count))
         self.runners = 0
