@@ -136,7 +136,13 @@ class SnapshotStore(Protocol):
 
 @runtime_checkable
 class CheckpointStore(Protocol):
-    """Keeps how far processors have come, beside what they have written."""
+    """Keeps how far processors have come, beside what they have written.
+
+    Attributes:
+        transaction_type: the class of what a `work` is called with.
+    """
+
+    transaction_type: type
 
     async def load_checkpoint(self, processor: str) -> int:
         """Return the position up to which a processor has handled everything; 0 for one that is not known."""
@@ -173,6 +179,20 @@ class CheckpointStore(Protocol):
         Raises:
             Exception: what `work` raised; nothing was written.
             StoreError: nothing was written.
+
+        Cancellation: as for `EventStore.append`.
+        """
+        ...
+
+    async def transact(self, work: Callable[[Any], object]) -> None:
+        """Do some work in a transaction of its own, whatever was done before: no version is looked at or kept.
+
+        Args:
+            work: as for `handle_once`.
+
+        Raises:
+            Exception: what `work` raised; nothing was written.
+            StoreError: as for `handle_once`.
 
         Cancellation: as for `EventStore.append`.
         """

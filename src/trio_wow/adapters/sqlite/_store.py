@@ -86,6 +86,7 @@ class SqliteStore:
     """
 
     name = "sqlite-store"
+    transaction_type: type = sqlite3.Connection
 
     def __init__(self, path: str | os.PathLike[str], serializer: Serializer, *, busy_timeout: float = 5.0) -> None:
         if not 0 < busy_timeout < inf:
@@ -239,14 +240,39 @@ class SqliteStore:
         Raises:
             TypeError: `work` returned an awaitable, which nothing in a thread awaits; nothing was written.
         """
-        context = copy_context()  # the thread has that of whoever leads the lane
+        asked_at, key, work = monotonic(), _key(aggregate_id), _in_this_context(work)
 
-        def in_context(connection: sqlite3.Connection) -> object:
-            return context.run(work, connection)
+        def handle_once() -> bool:
+            with self._writer.writing(asked_at) as connection:
+                with self._writer.translating():
+                    handled = connection.execute(_VERSION, (processor, *key)).fetchone()
+                    if handled is not None and handled[0] >= version:
+                        return False
+                    connection.execute(
+                        "INSERT INTO wow_versions (processor, context, aggregate, id, version) VALUES (?, ?, ?, ?, ?) "
+                        "ON CONFLICT (processor, context, aggregate, id) DO UPDATE SET version = excluded.version",
+                        (processor, *key, version),
+                    )
+                    if position:
+                        connection.execute(_CHECKPOINT, (processor, position))
+                self._do(connection, work, f"the work of {processor}")
+            return True
 
-        return await self._writes.run(
-            partial(self._handle_once, monotonic(), processor, _key(aggregate_id), version, position, in_context)
-        )
+        return await self._writes.run(handle_once)
+
+    async def transact(self, work: Callable[[sqlite3.Connection], object]) -> None:
+        """See `CheckpointStore.transact`. What `handle_once` says of a `work` and of a commit is true here too.
+
+        Raises:
+            TypeError: `work` returned an awaitable, which nothing in a thread awaits; nothing was written.
+        """
+        asked_at, work = monotonic(), _in_this_context(work)
+
+        def transact() -> None:
+            with self._writer.writing(asked_at) as connection:
+                self._do(connection, work, "the work of a transaction")
+
+        await self._writes.run(transact)
 
     async def prepare(self, _context: RuntimeContext, /) -> None:
         """See `RuntimeComponent.prepare`. Opens the file."""
@@ -282,45 +308,23 @@ class SqliteStore:
         except CommitError as error:
             raise AppendOutcomeUnknownError(aggregate_id, stream.version) from error
 
-    def _handle_once(
-        self,
-        asked_at: float,
-        processor: str,
-        key: tuple[str, str, str],
-        version: int,
-        position: int,
-        work: Callable[[sqlite3.Connection], object],
-    ) -> bool:
-        with self._writer.writing(asked_at) as connection:
-            with self._writer.translating():
-                handled = connection.execute(_VERSION, (processor, *key)).fetchone()
-                if handled is not None and handled[0] >= version:
-                    return False
-                connection.execute(
-                    "INSERT INTO wow_versions (processor, context, aggregate, id, version) VALUES (?, ?, ?, ?, ?) "
-                    "ON CONFLICT (processor, context, aggregate, id) DO UPDATE SET version = excluded.version",
-                    (processor, *key, version),
-                )
-                if position:
-                    connection.execute(_CHECKPOINT, (processor, position))
-            row_factory, text_factory = connection.row_factory, connection.text_factory
-            connection.set_authorizer(_leaves_the_connection_alone)
-            try:
-                result = work(connection)
-                if isawaitable(result):
-                    refuse_awaitable(result, f"the work of {processor} returned an awaitable; make it a plain function")
-            except sqlite3.DatabaseError as error:
-                if getattr(error, "sqlite_errorname", None) == "SQLITE_AUTH":
-                    error.add_note(
-                        "The store ends the transaction of a work, whose connection is lent: do not change it."
-                    )
-                raise
-            finally:
-                connection.set_authorizer(None)
-                connection.row_factory, connection.text_factory = row_factory, text_factory
-            if not connection.in_transaction:
-                raise StoreError(str(self.path), "a statement of the work ended its transaction; use no OR ROLLBACK")
-        return True
+    def _do(self, connection: sqlite3.Connection, work: Callable[[sqlite3.Connection], object], whose: str) -> None:
+        """Lend the connection to a user's work, inside of the transaction."""
+        row_factory, text_factory = connection.row_factory, connection.text_factory
+        connection.set_authorizer(_leaves_the_connection_alone)
+        try:
+            result = work(connection)
+            if isawaitable(result):
+                refuse_awaitable(result, f"{whose} returned an awaitable; make it a plain function")
+        except sqlite3.DatabaseError as error:
+            if getattr(error, "sqlite_errorname", None) == "SQLITE_AUTH":
+                error.add_note("The store ends the transaction of a work, whose connection is lent: do not change it.")
+            raise
+        finally:
+            connection.set_authorizer(None)
+            connection.row_factory, connection.text_factory = row_factory, text_factory
+        if not connection.in_transaction:
+            raise StoreError(str(self.path), "a statement of the work ended its transaction; use no OR ROLLBACK")
 
     async def _fetch(self, query: str, parameters: tuple[Any, ...]) -> list[tuple[Any, ...]]:
         def fetch() -> list[tuple[Any, ...]]:
@@ -356,6 +360,12 @@ _CHECKPOINT = (
     "ON CONFLICT (processor) DO UPDATE SET position = excluded.position WHERE excluded.position > position"
 )
 _VERSION = "SELECT version FROM wow_versions WHERE processor = ? AND context = ? AND aggregate = ? AND id = ?"
+
+
+def _in_this_context(work: Callable[[sqlite3.Connection], object]) -> Callable[[sqlite3.Connection], object]:
+    """Run a work with the caller's context; the thread has that of whoever leads the lane."""
+    context = copy_context()
+    return lambda connection: context.run(work, connection)
 
 
 def _key(aggregate_id: AggregateId) -> tuple[str, str, str]:
