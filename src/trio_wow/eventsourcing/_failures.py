@@ -76,7 +76,7 @@ class FailedExecution:
     traceback: str = field(converter=_end)
     attempts: int
     failed_at: datetime = field(factory=lambda: datetime.now(UTC))
-    id: str = field(factory=lambda: uuid4().hex)
+    id: str = field(factory=lambda: uuid4().hex, converter=_storable)
 
     @classmethod
     def of(
@@ -205,6 +205,7 @@ class InMemoryFailureStore:
     ) -> Sequence[FailedExecution]:
         """See `FailureStore.failures`."""
         await trio.lowlevel.checkpoint()
+        function = None if function is None else _storable(function)
         return [
             failure
             for failure in self._open.values()
@@ -214,6 +215,7 @@ class InMemoryFailureStore:
     async def failure(self, id: str, /) -> FailedExecution | None:
         """See `FailureStore.failure`."""
         await trio.lowlevel.checkpoint()
+        id = _storable(id)
         return next((failure for failure in self._open.values() if failure.id == id), None)
 
     async def resolve_failure(self, id: str, /) -> bool:
