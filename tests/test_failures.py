@@ -1,7 +1,9 @@
 """Failed executions and what keeps them: each store in the same way, and SQLite over real files."""
 
 import logging
+import re
 import sqlite3
+import textwrap
 from collections.abc import AsyncIterator, Callable
 from contextlib import closing
 from datetime import UTC, datetime
@@ -27,6 +29,7 @@ from trio_wow.eventsourcing import (
 from trio_wow.messages import AggregateId
 
 MAILER = "event-dispatcher/Mailer.paid"
+DOCS = Path(__file__).parents[1] / "docs" / "failures.md"
 A, B = order("A"), order("B")
 
 
@@ -251,6 +254,20 @@ class TestFailureStore:
                 break
         else:
             pytest.fail("it never ended")
+
+
+async def test_the_example_of_the_docs(store: FailureStore, capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    names: dict[str, Any] = {
+        "FailedExecution": FailedExecution,
+        "store": store,
+        "id": A,
+        "error": ValueError("no mail"),
+    }
+    exec("async def run():\n" + textwrap.indent(example, "    "), names)
+    await names["run"]()
+    assert capsys.readouterr().out.endswith(f" {A} 4 ValueError no mail\n")
+    assert list(await store.failures()) == []
 
 
 def record_fifty(path: str) -> None:
