@@ -47,6 +47,8 @@ from trio_wow.runtime import Runtime
 class DurableStore(InMemoryEventStore):
     """A memory store that outlives its applications, with checkpoints."""
 
+    transaction_type: type = object
+
     def __init__(self, serializer: Serializer) -> None:
         super().__init__(serializer)
         self.checkpoints: dict[str, int] = {}
@@ -71,6 +73,9 @@ class DurableStore(InMemoryEventStore):
     async def handle_once(
         self, processor: str, aggregate_id: AggregateId, version: int, position: int, work: Callable[[Any], object]
     ) -> bool:
+        raise AssertionError("no processor of these tests takes a transaction")
+
+    async def transact(self, work: Callable[[Any], object]) -> None:
         raise AssertionError("no processor of these tests takes a transaction")
 
 

@@ -565,8 +565,157 @@ class TestEvents:
         assert (done.returncode, done.stderr) == (1, b"")
 
 
+FAILURES = """
+import trio
+from trio_wow.adapters.sqlite import SqliteStore
+from trio_wow.eventsourcing import FailedExecution
+from trio_wow.messages import AggregateId
+from shop import App, domain
+
+store = SqliteStore("failures.db", domain.serializer)
+app = App(domain, store=store)
+
+async def fill():
+    async with store:
+        for version, function in enumerate(("p/Mailer.opened", "p/Porter.opened", "p/Mailer.opened"), 1):
+            error = ConnectionError("[red]no[/red]\\n\x1b[31m\x9bé" if version == 2 else "a" * 300)
+            await store.record(FailedExecution.of(
+                error, function=function, aggregate_id=AggregateId("shop", "door", "front", "acme"),
+                version=version, sequence=2, attempts=4,
+            ))
+
+if __name__ == "__main__":
+    trio.run(fill)
+"""
+
+
+@pytest.fixture
+def failed(folder: Path) -> Path:
+    (folder / "shop_failures.py").write_text(FAILURES)
+    subprocess.run([sys.executable, "-m", "shop_failures"], check=True, cwd=folder, env=environment(), timeout=60)
+    return folder
+
+
+def failures(folder: Path, *arguments: str, **extra: str) -> tuple[int, str, str]:
+    return trio_wow("failures", "shop_failures:app", *arguments, cwd=folder, env=environment(**extra))
+
+
+class TestFailures:
+    def test_they_are_a_plain_table_where_no_terminal_is(self, failed: Path) -> None:
+        code, output, errors = failures(failed)
+        assert (code, errors) == (0, "")
+        head, *rows = output.splitlines()
+        assert head.split() == ["ID", "WHEN", "FUNCTION", "EVENT", "ATTEMPTS", "ERROR"]
+        assert [row.split()[2:6] for row in rows] == [
+            ["p/Mailer.opened", "shop.door/front", "1.2", "4"],
+            ["p/Porter.opened", "shop.door/front", "2.2", "4"],
+            ["p/Mailer.opened", "shop.door/front", "3.2", "4"],
+        ]
+        assert rows[0].endswith(f"  ConnectionError: {'a' * 300}")  # nothing is cut
+        assert rows[1].endswith("  ConnectionError: [red]no[/red]\\n\\x1b[31m\\x9bé")
+        assert not (failed / "failures.db-wal").exists()  # the store has been closed
+
+    def test_a_terminal_gets_a_table(self, failed: Path) -> None:
+        ours, theirs = pty.openpty()
+        command = [sys.executable, *COMMAND, "failures", "shop_failures:app"]
+        variables = environment(TERM="xterm-256color", COLUMNS="140")
+        with subprocess.Popen(command, stdout=theirs, stderr=subprocess.PIPE, cwd=failed, env=variables) as process:
+            os.close(theirs)
+            shown = b""
+            try:
+                while block := os.read(ours, 4096):
+                    shown += block
+            except OSError:
+                pass  # how Linux says that the other end has been closed
+            os.close(ours)
+            assert process.wait() == 0
+        text = shown.decode()
+        assert "─" in text
+        assert len(re.findall(r"\b[0-9a-f]{32}\b", text)) == 3  # to be copied
+        assert "\x1b[31m" not in text
+
+    def test_what_is_listed_can_be_selected(self, failed: Path) -> None:
+        def versions(*arguments: str) -> list[int]:
+            code, output, errors = failures(failed, "--json", *arguments)
+            assert (code, errors) == (0, "")
+            return [json.loads(line)["version"] for line in output.splitlines()]
+
+        assert versions() == [1, 2, 3]
+        assert versions("--limit", "2") == [1, 2]
+        assert versions("--function", "p/Mailer.opened") == [1, 3]
+        assert versions("--function", "p/Mailer.opened", "--limit", "1") == [1]
+        assert versions("--function", "none") == []
+        assert failures(failed, "--function", "none") == (0, "no open failures\n", "")
+
+    def test_one_is_shown_whole_and_resolved(self, failed: Path) -> None:
+        _, output, _ = failures(failed, "--json")
+        listed = [json.loads(line) for line in output.splitlines()]
+        id = listed[1]["id"]
+        assert listed[1] == {
+            "id": id,
+            "function": "p/Porter.opened",
+            "context": "shop",
+            "aggregate": "door",
+            "aggregate_id": "front",
+            "tenant": "acme",
+            "version": 2,
+            "sequence": 2,
+            "error": "ConnectionError",
+            "text": "[red]no[/red]\n\x1b[31m\x9bé",
+            "traceback": "ConnectionError: [red]no[/red]\n\x1b[31m\x9bé\n",
+            "attempts": 4,
+            "failed_at": listed[1]["failed_at"],
+        }
+        code, output, errors = failures(failed, "--show", id, "--json")
+        assert (code, json.loads(output), errors) == (0, listed[1], "")
+        code, output, errors = failures(failed, "--show", id)
+        assert (code, errors) == (0, "")
+        assert output.splitlines() == [
+            *(
+                f"{name}: {value}"
+                for name, value in {**listed[1], "text": "[red]no[/red]\\n\\x1b[31m\\x9bé"}.items()
+                if name != "traceback"
+            ),
+            "",
+            "ConnectionError: [red]no[/red]",
+            "\\x1b[31m\\x9bé",
+        ]
+        assert failures(failed, "--resolve", id) == (0, f"resolved {id}\n", "")
+        gone = f"there is no open failure '{id}' in the store of shop_failures:app"
+        for option in ("--resolve", "--show"):
+            code, output, errors = failures(failed, option, id)
+            assert (code, output, one_line(errors)) == (1, "", gone)
+        code, output, _ = failures(failed, "--resolve", listed[0]["id"], "--json")
+        assert (code, json.loads(output)) == (0, {"id": listed[0]["id"], "resolved": True})
+        _, output, _ = failures(failed, "--json")
+        assert [json.loads(line) for line in output.splitlines()] == listed[2:]
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [["--show", "a", "--resolve", "a"], ["--show", "a", "--limit", "1"], ["--resolve", "a", "--function", "f"]],
+    )
+    def test_options_that_exclude_one_another(self, failed: Path, arguments: list[str]) -> None:
+        code, output, errors = failures(failed, *arguments)
+        assert (code, output) == (2, "")
+        assert "exclude one another" in errors
+        assert failures(failed, "--limit", "0")[0] == 2
+
+    def test_a_store_that_keeps_none_is_one_line(self, folder: Path) -> None:
+        code, output, errors = trio_wow("failures", "shop:app", cwd=folder)
+        assert (code, output) == (2, "")
+        assert one_line(errors) == (
+            "the store of shop:app keeps no failures; use one that is a FailureStore, such as SqliteStore"
+        )
+
+    def test_a_store_that_cannot_be_read_is_one_line(self, failed: Path) -> None:
+        (failed / "failures.db").write_text("no database" * 100)
+        code, output, errors = failures(failed)
+        assert (code, output) == (1, "")
+        assert one_line(errors).startswith(f"{failed / 'failures.db'}: it is no SQLite database")
+
+
 class TestHelp:
-    @pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["events", "--help"]])
+    @pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["events", "--help"], ["failures", "--help"]])
     def test_each_level_has_its_exit_codes(self, tmp_path: Path, arguments: list[str]) -> None:
         code, output, errors = trio_wow(*arguments, cwd=tmp_path)
         assert (code, errors) == (0, "")

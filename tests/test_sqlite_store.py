@@ -50,6 +50,8 @@ from trio_wow.eventsourcing import (
     AggregateRepository,
     CheckpointStore,
     EventStore,
+    FailedExecution,
+    FailureStore,
     InMemoryEventStore,
     InMemorySnapshotStore,
     Snapshot,
@@ -136,8 +138,9 @@ def sqlite_error(name: str) -> sqlite3.OperationalError:
 
 
 def child(function: Callable[..., None], *arguments: object) -> PythonProcess:
-    """Run a function of this module in another process."""
-    code = f"import sys, test_sqlite_store; test_sqlite_store.{function.__name__}(*sys.argv[1:])"
+    """Run a test module's function in another process."""
+    module = function.__module__
+    code = f"import sys, {module}; {module}.{function.__name__}(*sys.argv[1:])"
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "PYTHONUNBUFFERED": "1"}
     return PythonProcess("-W", "error", "-c", code, *map(str, arguments), env=environment)
 
@@ -216,6 +219,7 @@ class TestContracts:
         is_event_store(store)
         assert isinstance(store, SnapshotStore)
         assert isinstance(store, CheckpointStore)
+        assert isinstance(store, FailureStore)
         assert isinstance(store, RuntimeComponent)
 
     @pytest.mark.parametrize("timeout", [0, -1, float("inf"), float("nan")])
@@ -755,6 +759,9 @@ def use_what_cannot_be_written(folder: str) -> None:
     trio.run(run)
 
 
+FAILURE = FailedExecution.of(
+    ValueError("no"), function="mails/Mailer.paid", aggregate_id=A, version=1, sequence=1, attempts=3
+)
 METHODS: Mapping[str, Callable[[SqliteStore], Coroutine[Any, Any, object]]] = {
     "open": lambda store: store.open(),
     "append": lambda store: store.append(stream(A, 1)),
@@ -769,6 +776,11 @@ METHODS: Mapping[str, Callable[[SqliteStore], Coroutine[Any, Any, object]]] = {
     "save_checkpoint": lambda store: store.save_checkpoint("mails", 1),
     "load_version": lambda store: store.load_version("mails", A),
     "handle_once": lambda store: store.handle_once("mails", A, 1, 1, lambda _: None),
+    "transact": lambda store: store.transact(lambda _: None),
+    "record": lambda store: store.record(FAILURE),
+    "failures": lambda store: store.failures(),
+    "failure": lambda store: store.failure(FAILURE.id),
+    "resolve_failure": lambda store: store.resolve_failure(FAILURE.id),
 }
 
 
@@ -812,8 +824,15 @@ class TestUnusableFiles:
         async with SqliteStore(path, DOMAIN.serializer):
             pass
         with closing(sqlite3.connect(path)) as connection, connection:
-            connection.execute("UPDATE wow_schema SET version = 2")
-        await self.check(path, call, StoreVersionError, r"has version 2; .* reads up to 1: install a newer one")
+            connection.execute("UPDATE wow_schema SET version = 3")
+        await self.check(path, call, StoreVersionError, r"has version 3; .* reads up to 2: install a newer one")
+
+    async def test_schema_of_no_version(self, path: Path, call: Any) -> None:
+        async with SqliteStore(path, DOMAIN.serializer):
+            pass
+        with closing(sqlite3.connect(path)) as connection, connection:
+            connection.execute("UPDATE wow_schema SET version = 0")
+        await self.check(path, call, StoreFormatError, "its schema version is 0; this is no store")
 
     async def test_schema_without_a_version(self, path: Path, call: Any) -> None:
         with closing(sqlite3.connect(path)) as connection:
@@ -1056,6 +1075,31 @@ class TestHandleOnce:
                 await store.handle_once("p", A, 1, 1, work)
         assert self.views(path) == []
         assert await store.handle_once("p", A, 1, 1, insert(1))
+
+    async def test_transaction_of_its_own(self, store: SqliteStore, path: Path) -> None:
+        for _ in range(2):  # whatever was done before
+            await store.transact(lambda connection: connection.execute("INSERT INTO views VALUES (NULL)"))
+        assert self.views(path) == [None, None]
+        seen: list[object] = []
+        mark = contextvars.ContextVar("mark", default="none")
+        mark.set("the caller's")
+        await store.transact(lambda connection: seen.extend([type(connection), mark.get()]))
+        assert seen == [store.transaction_type, "the caller's"]
+
+        def failing(connection: sqlite3.Connection) -> None:
+            insert(1)(connection)
+            raise LookupError("no such row")
+
+        async def coroutine(_: sqlite3.Connection) -> None: ...
+
+        with pytest.raises(LookupError, match="no such row"):
+            await store.transact(failing)
+        with pytest.raises(TypeError, match="returned an awaitable; make it a plain function"):
+            await store.transact(coroutine)
+        with pytest.raises(sqlite3.DatabaseError, match="not authorized"):
+            await store.transact(lambda connection: connection.execute("COMMIT"))
+        assert self.views(path) == [None, None]
+        assert rows(path, "SELECT * FROM wow_versions") == rows(path, "SELECT * FROM wow_checkpoints") == []
 
     async def test_savepoints_are_the_functions_own(self, store: SqliteStore, path: Path) -> None:
         def work(connection: sqlite3.Connection) -> None:

@@ -12,6 +12,7 @@ import click
 
 from trio_wow.cli._events import Query, show
 from trio_wow.cli._failure import FAILED, USAGE, Failure, Interrupted
+from trio_wow.cli._failures import FailureQuery, show_failures
 from trio_wow.cli._run import serve, signals_before_it_runs
 from trio_wow.errors import SettingsError
 
@@ -60,7 +61,7 @@ class _Group(click.Group):
 )
 @click.version_option(package_name="trio-wow", prog_name="trio-wow", message="%(prog)s %(version)s")
 def cli() -> None:
-    """Serve a trio-wow application, or look at the history of its aggregates.
+    """Serve a trio-wow application, or look at what its store keeps.
 
     "trio-wow COMMAND --help" says more.
     """
@@ -120,6 +121,37 @@ def _events(app: str, aggregate: str, id: str, version: int | None, as_json: boo
     """
     with signals_before_it_runs():
         show(Query(app, aggregate, id, version, as_json), show_traceback=show_traceback)
+
+
+@cli.command("failures", epilog=EXIT_CODES, short_help="List or resolve failed executions.")
+@_APP
+@click.option("--limit", metavar="N", type=click.IntRange(min=1), help="List at most N; 100 without it.")
+@click.option("--function", metavar="NAME", help="List only those of this function, by the name that the list shows.")
+@click.option("--show", "shown", metavar="ID", help="Show one whole, with its traceback.")
+@click.option("--resolve", "resolved", metavar="ID", help="Forget one: its cause is dealt with.")
+@click.option("--json", "as_json", is_flag=True, help="Write one JSON document on each line, for programs.")
+@_TRACEBACK
+def _failures(
+    app: str,
+    limit: int | None,
+    function: str | None,
+    shown: str | None,
+    resolved: str | None,
+    as_json: bool,
+    show_traceback: bool,
+) -> None:
+    """List the events that event functions could not handle, the first one first, in the store of an application.
+
+    An event is named by its aggregate, the version and its place in the version. Nothing is served, and no function is
+    called; a store that does not exist yet is made, and empty.
+    """
+    if sum((shown is not None, resolved is not None, limit is not None or function is not None)) > 1:
+        raise click.UsageError(
+            "--show, --resolve and what selects from the list (--limit, --function) exclude one another"
+        )
+    query = FailureQuery(app, 100 if limit is None else limit, function, shown, resolved, as_json)
+    with signals_before_it_runs():
+        show_failures(query, show_traceback=show_traceback)
 
 
 def run() -> int:

@@ -1,30 +1,21 @@
 """`trio-wow events`."""
 
 import json
-import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-import click
-import trio
 from attrs import frozen
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from trio_wow.app import App
-from trio_wow.cli._failure import FAILED, USAGE, Failure, expected, printable
+from trio_wow.cli._answer import answer, closing, table
+from trio_wow.cli._failure import USAGE, Failure, printable
 from trio_wow.cli._target import load_app
 from trio_wow.errors import AggregateVersionError, InvalidIdentifierError
 from trio_wow.eventsourcing import AggregateRepository
 from trio_wow.messages import AggregateId, DomainEventStream
 
 __all__ = ["Query", "show"]
-
-NARROW = 60
-"""Columns of a terminal that a table needs."""
 
 
 @frozen
@@ -46,11 +37,6 @@ class Query:
     as_json: bool
 
 
-@runtime_checkable
-class _Closing(Protocol):
-    async def aclose(self) -> None: ...
-
-
 def show(query: Query, *, show_traceback: bool) -> None:
     """Write what is asked for to stdout.
 
@@ -59,19 +45,7 @@ def show(query: Query, *, show_traceback: bool) -> None:
     """
     app = load_app(query.target, show_traceback=show_traceback)
     aggregate_id = _identified(app, query)
-    try:
-        lines = trio.run(_answer, app, aggregate_id, query)
-    except Failure:
-        raise
-    except Exception as error:
-        known = expected(error)
-        kind = "" if known else f"{type(error).__name__}: "
-        raise Failure(f"{kind}{error}", FAILED, cause=None if known else error) from error
-    if isinstance(lines, Table):
-        Console(highlight=False).print(lines)
-        return
-    for line in lines:
-        click.echo(line)
+    answer(_answer, app, aggregate_id, query)
 
 
 def _identified(app: App, query: Query) -> AggregateId:
@@ -88,9 +62,7 @@ def _identified(app: App, query: Query) -> AggregateId:
 
 
 async def _answer(app: App, aggregate_id: AggregateId, query: Query) -> Table | list[str]:
-    async with AsyncExitStack() as stack:
-        if isinstance(app.store, _Closing):
-            stack.push_async_callback(app.store.aclose)
+    async with closing(app.store):
         until = None if query.version is None else 1
         streams = await app.store.load(aggregate_id, until=until)
         if not streams:
@@ -109,7 +81,7 @@ def _history(app: App, streams: Sequence[DomainEventStream], query: Query) -> Ta
         body = json.dumps(record["body"], ensure_ascii=False)
         row = (str(record["version"]), record["created_at"], record["event"], body)
         rows.append(tuple(map(printable, row)))
-    return _table(rows) if _is_terminal() else list(_columns(rows))
+    return table(rows, width=60)
 
 
 def _records(app: App, stream: DomainEventStream) -> Iterator[dict[str, Any]]:
@@ -148,26 +120,3 @@ async def _state(app: App, aggregate_id: AggregateId, version: int, query: Query
         f"{printable(str(aggregate_id))} at version {version}",
         *(printable(line) for line in json.dumps(state, ensure_ascii=False, indent=2).splitlines()),
     ]
-
-
-def _is_terminal() -> bool:
-    if sys.stdout is None or not sys.stdout.isatty():
-        return False
-    console = Console()
-    return not console.is_dumb_terminal and console.width >= NARROW  # in less, a table shows next to nothing
-
-
-def _columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
-    for row in rows:
-        padded = [text.ljust(width) for text, width in zip(row, widths, strict=False)]
-        yield "  ".join([*padded, row[-1]]).rstrip()
-
-
-def _table(rows: Sequence[Sequence[str]]) -> Table:
-    table = Table(box=SIMPLE_HEAD)
-    for number, title in enumerate(rows[0]):
-        table.add_column(title, overflow="fold", no_wrap=number == 0)
-    for row in rows[1:]:
-        table.add_row(*(Text(text) for text in row))  # as it stands: no markup
-    return table

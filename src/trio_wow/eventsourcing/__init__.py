@@ -1,7 +1,9 @@
-"""Event sourcing: the contracts of stores, the memory stores, and loading aggregates from snapshots and events."""
+"""Event sourcing: stores and their contracts, failed executions, loading aggregates from snapshots and events."""
 
 from trio_wow.eventsourcing._failures import FailedExecution as FailedExecution
 from trio_wow.eventsourcing._failures import FailureRecorder as FailureRecorder
+from trio_wow.eventsourcing._failures import FailureStore as FailureStore
+from trio_wow.eventsourcing._failures import InMemoryFailureStore as InMemoryFailureStore
 from trio_wow.eventsourcing._failures import LoggingFailureRecorder as LoggingFailureRecorder
 from trio_wow.eventsourcing._failures import Recording as Recording
 from trio_wow.eventsourcing._memory import InMemoryEventStore as InMemoryEventStore
@@ -20,7 +22,9 @@ __all__ = [
     "EventStore",
     "FailedExecution",
     "FailureRecorder",
+    "FailureStore",
     "InMemoryEventStore",
+    "InMemoryFailureStore",
     "InMemorySnapshotStore",
     "LoadedAggregate",
     "LoggingFailureRecorder",

@@ -1,61 +1,83 @@
-"""What is kept of functions that have failed for good."""
+"""Executions of event functions that failed for good: what is kept of one, and who keeps it."""
 
 import enum
 import logging
+import traceback as tracebacks
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from traceback import format_exception
-from typing import Protocol, runtime_checkable
+from typing import Protocol, Self, runtime_checkable
 from uuid import uuid4
 
-from attrs import field, frozen
+import trio
+from attrs import evolve, field, frozen
 
 from trio_wow.errors import printable
 from trio_wow.messages import AggregateId
 
-__all__ = ["FailedExecution", "FailureRecorder", "LoggingFailureRecorder", "Recording"]
+__all__ = [
+    "FailedExecution",
+    "FailureRecorder",
+    "FailureStore",
+    "InMemoryFailureStore",
+    "LoggingFailureRecorder",
+    "Recording",
+]
+
+MAX_TEXT = 2_000
+MAX_TRACEBACK = 16_000
 
 _log = logging.getLogger("trio_wow.dispatch")
 
-TEXT = 2_000
-TRACEBACK = 16_000
+
+def _storable(text: str) -> str:
+    return str.encode(text, errors="replace").decode()
 
 
-def _new_id() -> str:
-    return uuid4().hex
+def _start(text: str) -> str:
+    text = _storable(text)
+    return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - 3]}..."
 
 
-def _now() -> datetime:
-    return datetime.now(UTC)
+def _end(text: str) -> str:
+    text = _storable(text)
+    return text if len(text) <= MAX_TRACEBACK else f"...{text[3 - MAX_TRACEBACK :]}"
+
+
+def _asked(show: Callable[[], str]) -> str:
+    try:
+        return show()
+    except Exception as error:  # a user's error: whatever is asked of it runs the user's code
+        return f"(it cannot be shown: {type(error).__name__})"
 
 
 @frozen(kw_only=True)
 class FailedExecution:
-    """A function of a processor that has failed on an event for good: retries were of no use, or would be of none.
+    """One event that one event function could not handle, with the last error. Lone surrogates in texts become `?`.
 
     Attributes:
-        function: the dispatcher, the class and the method: `event-dispatcher/Mailer.flight_logged`. Where the functions
-            of a projection share a transaction, without the method.
-        aggregate_id: whose event it was.
-        version: of the stream.
-        sequence: which event of the stream, from 1; 0 where functions share a transaction.
-        error: the name of the error's class.
-        text: the error's text; at most 2,000 characters.
-        traceback: at most the last 16,000 characters.
+        function: which one, such as `event-dispatcher/Mailer.flight_logged`; without the method for a projection whose
+            functions share a transaction.
+        aggregate_id: whose event it is.
+        version: of the event's stream.
+        sequence: of the event in its stream, from 1; 0 for all of them, where functions share a transaction.
+        error: the error's class, by its name.
+        text: what the error says; at most 2,000 characters, the first ones.
+        traceback: at most 16,000 characters, the last ones.
         attempts: how often it was tried.
-        id: names this failure.
-        failed_at: wall time, UTC.
+        failed_at: when it was tried last; UTC.
+        id: names the failure.
     """
 
-    function: str
+    function: str = field(converter=_storable)
     aggregate_id: AggregateId
     version: int
     sequence: int
-    error: str
-    text: str
-    traceback: str
+    error: str = field(converter=_storable)
+    text: str = field(converter=_start)
+    traceback: str = field(converter=_end)
     attempts: int
-    id: str = field(factory=_new_id)
-    failed_at: datetime = field(factory=_now)
+    failed_at: datetime = field(factory=lambda: datetime.now(UTC))
+    id: str = field(factory=lambda: uuid4().hex, converter=_storable)
 
     @classmethod
     def of(
@@ -67,57 +89,91 @@ class FailedExecution:
         version: int,
         sequence: int,
         attempts: int,
-    ) -> "FailedExecution":
-        """Describe an error; never raises, whatever the error is."""
-        try:
-            lines = "".join(format_exception(error))
-        except Exception as failure:
-            lines = f"its traceback cannot be shown: {type(failure).__name__}"
+    ) -> Self:
+        """Make one of an error, which may be one that cannot be shown; never raises."""
         return cls(
             function=function,
             aggregate_id=aggregate_id,
             version=version,
             sequence=sequence,
-            error=type(error).__name__,
-            text=_whole(printable(error)[:TEXT]),
-            traceback=_whole(lines[-TRACEBACK:]),
+            error=_asked(lambda: type(error).__name__),
+            text=_asked(lambda: printable(error)),
+            traceback=_asked(lambda: "".join(tracebacks.format_exception(error))),
             attempts=attempts,
         )
 
 
-def _whole(text: str) -> str:
-    """Replace lone surrogates, which no store keeps."""
-    return text.encode(errors="replace").decode()
-
-
 class Recording(enum.Enum):
-    """What a failure recorder has done about a failure."""
+    """What a recorder did with a failure."""
 
     RECORDED = "recorded"
-    """It is kept, and can be looked at and tried again."""
+    """It is kept, and will still be there after a crash, if the recorder's store is."""
+
     WAIVED = "waived"
-    """It need not be kept."""
+    """It need not be kept: somebody has decided that this failure does not matter."""
+
     UNRECORDED = "unrecorded"
-    """Nobody keeps it but a log."""
+    """It is not kept, only told: the recorder has nowhere to keep it."""
 
 
 @runtime_checkable
 class FailureRecorder(Protocol):
-    """Is told of every function of a processor that has failed for good."""
+    """Is told of each execution that failed for good."""
 
     async def record(self, failure: FailedExecution, /) -> Recording:
-        """Take note of a failure. Whatever this raises means that it was not recorded."""
+        """Take a failure, and say what was done with it. The same one may come again, with another ID.
+
+        Raises:
+            Exception: the recording failed; nothing may be taken for recorded.
+        """
+        ...
+
+
+@runtime_checkable
+class FailureStore(FailureRecorder, Protocol):
+    """A recorder that keeps failures until they are resolved: these are open.
+
+    Open is at most one for each function and event (aggregate, version and sequence). Recording that again changes the
+    open one: it keeps its ID and its place, the attempts are added, and the rest is that of the newest.
+
+    Every method may raise a `StoreError`: the store cannot be used.
+
+    Cancellation: as for `EventStore.append`.
+    """
+
+    async def failures(
+        self, *, limit: int = 100, function: str | None = None, aggregate_id: AggregateId | None = None
+    ) -> Sequence[FailedExecution]:
+        """Return the open failures, the one that was recorded first as the first.
+
+        Args:
+            limit: how many at most; at least 1.
+            function: only those of this function.
+            aggregate_id: only those of this aggregate; its tenant does not count.
+        """
+        ...
+
+    async def failure(self, id: str, /) -> FailedExecution | None:
+        """Return an open failure; `None` if there is none of that ID, or it has been resolved."""
+        ...
+
+    async def resolve_failure(self, id: str, /) -> bool:
+        """Forget an open failure, and return whether there was one. Idempotent.
+
+        The same function failing for the same event afterwards is a new failure, with an ID of its own.
+        """
         ...
 
 
 class LoggingFailureRecorder:
-    """Logs each failure as an error, with its traceback, to the logger `trio_wow.dispatch`.
+    """A `FailureRecorder` that logs each failure as one ERROR of the logger `trio_wow.dispatch`, and keeps nothing.
 
     The log record has the failure in its attribute `failure`.
     """
 
     async def record(self, failure: FailedExecution, /) -> Recording:
-        """See `FailureRecorder.record`."""
+        """See `FailureRecorder.record`. Returns `UNRECORDED`."""
+        await trio.lowlevel.checkpoint()
         _log.error(
             "%s failed on version %s of %s, after %s: %s: %s\n%s",
             failure.function,
@@ -130,3 +186,47 @@ class LoggingFailureRecorder:
             extra={"failure": failure},
         )
         return Recording.UNRECORDED
+
+
+class InMemoryFailureStore:
+    """A `FailureStore` that ends with the process."""
+
+    def __init__(self) -> None:
+        self._open: dict[tuple[str, AggregateId, int, int], FailedExecution] = {}
+
+    async def record(self, failure: FailedExecution, /) -> Recording:
+        """See `FailureRecorder.record`. Returns `RECORDED`."""
+        await trio.lowlevel.checkpoint()
+        key = _key(failure)
+        before = self._open.get(key)
+        if before is not None:
+            failure = evolve(failure, id=before.id, attempts=before.attempts + failure.attempts)
+        self._open[key] = failure
+        return Recording.RECORDED
+
+    async def failures(
+        self, *, limit: int = 100, function: str | None = None, aggregate_id: AggregateId | None = None
+    ) -> Sequence[FailedExecution]:
+        """See `FailureStore.failures`."""
+        await trio.lowlevel.checkpoint()
+        function = None if function is None else _storable(function)
+        return [
+            failure
+            for failure in self._open.values()
+            if function in (None, failure.function) and aggregate_id in (None, failure.aggregate_id)
+        ][:limit]
+
+    async def failure(self, id: str, /) -> FailedExecution | None:
+        """See `FailureStore.failure`."""
+        await trio.lowlevel.checkpoint()
+        id = _storable(id)
+        return next((failure for failure in self._open.values() if failure.id == id), None)
+
+    async def resolve_failure(self, id: str, /) -> bool:
+        """See `FailureStore.resolve_failure`."""
+        failure = await self.failure(id)
+        return failure is not None and self._open.pop(_key(failure), None) is not None
+
+
+def _key(failure: FailedExecution) -> tuple[str, AggregateId, int, int]:
+    return (failure.function, failure.aggregate_id, failure.version, failure.sequence)

@@ -139,8 +139,8 @@ class CheckpointStore(Protocol):
     """Keeps how far processors have come, beside what they have written.
 
     Attributes:
-        transaction_type: the class of the transactions that `handle_once` gives to a processor's work. A function of a
-            projection takes one by a parameter with this annotation.
+        transaction_type: the class of what a `work` is called with. A function of a projection takes one by a parameter
+            with this annotation.
     """
 
     transaction_type: type
@@ -180,6 +180,20 @@ class CheckpointStore(Protocol):
         Raises:
             Exception: what `work` raised; nothing was written.
             StoreError: nothing was written.
+
+        Cancellation: as for `EventStore.append`.
+        """
+        ...
+
+    async def transact(self, work: Callable[[Any], object]) -> None:
+        """Do some work in a transaction of its own, whatever was done before: no version is looked at or kept.
+
+        Args:
+            work: as for `handle_once`.
+
+        Raises:
+            Exception: what `work` raised; nothing was written.
+            StoreError: as for `handle_once`.
 
         Cancellation: as for `EventStore.append`.
         """

@@ -1,4 +1,4 @@
-"""Streams, snapshots and checkpoints in one SQLite file."""
+"""Streams, snapshots, checkpoints and failures in one SQLite file."""
 
 from trio_wow.adapters.sqlite._store import SqliteStore as SqliteStore
 

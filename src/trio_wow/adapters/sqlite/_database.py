@@ -17,8 +17,8 @@ from trio_wow.errors import (
 
 __all__ = ["CommitError", "Database"]
 
-SCHEMA_VERSION = 1
-SCHEMA = """
+SCHEMAS = (
+    """
 CREATE TABLE wow_schema (version INTEGER NOT NULL);
 CREATE TABLE wow_streams (
     position INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -50,7 +50,31 @@ CREATE TABLE wow_versions (
     version INTEGER NOT NULL,
     PRIMARY KEY (processor, context, aggregate, id)
 ) WITHOUT ROWID
-"""
+""",
+    """
+CREATE TABLE wow_failures (
+    position INTEGER PRIMARY KEY AUTOINCREMENT,
+    failure_id TEXT NOT NULL,
+    function TEXT NOT NULL,
+    context TEXT NOT NULL,
+    aggregate TEXT NOT NULL,
+    id TEXT NOT NULL,
+    tenant TEXT NOT NULL,
+    version INTEGER NOT NULL,
+    sequence INTEGER NOT NULL,
+    error TEXT NOT NULL,
+    text TEXT NOT NULL,
+    traceback TEXT NOT NULL,
+    attempts INTEGER NOT NULL,
+    failed_at TEXT NOT NULL
+);
+CREATE INDEX wow_failures_id ON wow_failures (failure_id);
+CREATE UNIQUE INDEX wow_failures_event ON wow_failures (function, context, aggregate, id, version, sequence)
+""",
+)
+"""What each version of the schema adds to the one before; a file is brought from its own to the last one."""
+
+SCHEMA_VERSION = len(SCHEMAS)
 PAUSE = 0.01
 
 
@@ -184,18 +208,18 @@ class Database:
         try:
             connection.execute("PRAGMA synchronous = FULL")
             version = self._schema_version(connection)
-            if version is None or (version == SCHEMA_VERSION and self._writes):
+            if version == 0 or (version <= SCHEMA_VERSION and self._writes):
                 self._use_wal(connection)
-            if version is None:
+            if version < SCHEMA_VERSION:
                 connection.execute("BEGIN IMMEDIATE")
                 version = self._schema_version(connection)
-                if version is None:  # still, now that nobody else can make it
-                    for statement in SCHEMA.split(";"):
+                if version < SCHEMA_VERSION:  # still, now that nobody else can change it
+                    for statement in ";".join(SCHEMAS[version:]).split(";"):
                         connection.execute(statement)
                     connection.execute("INSERT INTO wow_schema VALUES (?)", (SCHEMA_VERSION,))
                     version = SCHEMA_VERSION
                 connection.execute("COMMIT")
-            if version != SCHEMA_VERSION:
+            if version > SCHEMA_VERSION:
                 raise StoreVersionError(str(self._path), version, SCHEMA_VERSION)
             if not self._writes:
                 connection.execute("PRAGMA query_only = ON")
@@ -204,13 +228,14 @@ class Database:
             raise
         return connection
 
-    def _schema_version(self, connection: sqlite3.Connection) -> int | None:
+    def _schema_version(self, connection: sqlite3.Connection) -> int:
+        """Return the version of the file's schema; 0 for none yet."""
         with closing(connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'wow_schema'")) as found:
             if found.fetchone() is None:
-                return None
+                return 0
         with closing(connection.execute("SELECT max(version) FROM wow_schema")) as found:
             (version,) = found.fetchone()
-        if type(version) is not int:
+        if type(version) is not int or version < 1:
             raise StoreFormatError(str(self._path), f"its schema version is {version!r}; this is no store")
         return version
 

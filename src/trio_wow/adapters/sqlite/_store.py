@@ -4,6 +4,7 @@ import os
 import sqlite3
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import copy_context
+from datetime import datetime
 from functools import partial
 from inspect import isawaitable
 from math import inf
@@ -25,7 +26,7 @@ from trio_wow.errors import (
     StoreFormatError,
     VersionConflictError,
 )
-from trio_wow.eventsourcing import RecordedStream, Snapshot
+from trio_wow.eventsourcing import FailedExecution, RecordedStream, Recording, Snapshot
 from trio_wow.execution import refuse_awaitable
 from trio_wow.messages import AggregateId, DomainEventStream, Serializer
 from trio_wow.runtime import RuntimeContext
@@ -52,10 +53,12 @@ _OF = f"FROM wow_streams {_WHERE}"
 
 
 class SqliteStore:
-    """Keeps streams, snapshots and checkpoints in one SQLite file: the store of one machine.
+    """Keeps streams, snapshots, checkpoints and failures in one SQLite file: the store of one machine.
 
-    An `EventStore`, `SnapshotStore` and `CheckpointStore`; `load` and the like wait in threads, never on the event
-    loop. What it writes is in tables that begin with `wow_`; a program may have tables of its own in the same file.
+    An `EventStore`, `SnapshotStore`, `CheckpointStore` and `FailureStore`; `load` and the like wait in threads, never
+    on the event loop. What it writes is in tables that begin with `wow_`; a program may have tables of its own in the
+    same file. A file that an older version of this package has written is brought to the present schema when it is
+    opened; older versions refuse it from then on.
 
     The file is in WAL mode with `synchronous=FULL`: when `append` returns, the stream is on the disk and survives the
     loss of power, as far as the disk keeps its own promises. While it is open there are two more files beside it
@@ -240,14 +243,84 @@ class SqliteStore:
         Raises:
             TypeError: `work` returned an awaitable, which nothing in a thread awaits; nothing was written.
         """
-        context = copy_context()  # the thread has that of whoever leads the lane
+        asked_at, key, work = monotonic(), _key(aggregate_id), _in_this_context(work)
 
-        def in_context(connection: sqlite3.Connection) -> object:
-            return context.run(work, connection)
+        def handle_once() -> bool:
+            with self._writer.writing(asked_at) as connection:
+                with self._writer.translating():
+                    handled = connection.execute(_VERSION, (processor, *key)).fetchone()
+                    if handled is not None and handled[0] >= version:
+                        return False
+                    connection.execute(
+                        "INSERT INTO wow_versions (processor, context, aggregate, id, version) VALUES (?, ?, ?, ?, ?) "
+                        "ON CONFLICT (processor, context, aggregate, id) DO UPDATE SET version = excluded.version",
+                        (processor, *key, version),
+                    )
+                    if position:
+                        connection.execute(_CHECKPOINT, (processor, position))
+                self._do(connection, work, f"the work of {processor}")
+            return True
 
-        return await self._writes.run(
-            partial(self._handle_once, monotonic(), processor, _key(aggregate_id), version, position, in_context)
+        return await self._writes.run(handle_once)
+
+    async def transact(self, work: Callable[[sqlite3.Connection], object]) -> None:
+        """See `CheckpointStore.transact`. What `handle_once` says of a `work` and of a commit is true here too.
+
+        Raises:
+            TypeError: `work` returned an awaitable, which nothing in a thread awaits; nothing was written.
+        """
+        asked_at, work = monotonic(), _in_this_context(work)
+
+        def transact() -> None:
+            with self._writer.writing(asked_at) as connection:
+                self._do(connection, work, "the work of a transaction")
+
+        await self._writes.run(transact)
+
+    async def record(self, failure: FailedExecution, /) -> Recording:
+        """See `FailureRecorder.record`. Returns `RECORDED` when the failure is on the disk."""
+        await self._execute(
+            "INSERT INTO wow_failures (failure_id, function, context, aggregate, id, tenant, version, sequence, "
+            "error, text, traceback, attempts, failed_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) "
+            "ON CONFLICT (function, context, aggregate, id, version, sequence) DO UPDATE SET tenant = excluded.tenant, "
+            "error = excluded.error, text = excluded.text, traceback = excluded.traceback, "
+            "attempts = attempts + excluded.attempts, failed_at = excluded.failed_at",
+            (
+                failure.id,
+                failure.function,
+                *_key(failure.aggregate_id),
+                failure.aggregate_id.tenant,
+                failure.version,
+                failure.sequence,
+                failure.error,
+                failure.text,
+                failure.traceback,
+                failure.attempts,
+                failure.failed_at.isoformat(),
+            ),
         )
+        return Recording.RECORDED
+
+    async def failures(
+        self, *, limit: int = 100, function: str | None = None, aggregate_id: AggregateId | None = None
+    ) -> Sequence[FailedExecution]:
+        """See `FailureStore.failures`."""
+        where: dict[str, str] = {}
+        if function is not None:
+            where["function"] = _storable(function)
+        if aggregate_id is not None:
+            where.update(zip(("context", "aggregate", "id"), _key(aggregate_id), strict=True))
+        return await self._failures(where, limit)
+
+    async def failure(self, id: str, /) -> FailedExecution | None:
+        """See `FailureStore.failure`."""
+        for failure in await self._failures({"failure_id": _storable(id)}, 1):
+            return failure
+        return None
+
+    async def resolve_failure(self, id: str, /) -> bool:
+        """See `FailureStore.resolve_failure`."""
+        return await self._execute("DELETE FROM wow_failures WHERE failure_id = ?", (_storable(id),)) > 0
 
     async def prepare(self, _context: RuntimeContext, /) -> None:
         """See `RuntimeComponent.prepare`. Opens the file."""
@@ -283,45 +356,23 @@ class SqliteStore:
         except CommitError as error:
             raise AppendOutcomeUnknownError(aggregate_id, stream.version) from error
 
-    def _handle_once(
-        self,
-        asked_at: float,
-        processor: str,
-        key: tuple[str, str, str],
-        version: int,
-        position: int,
-        work: Callable[[sqlite3.Connection], object],
-    ) -> bool:
-        with self._writer.writing(asked_at) as connection:
-            with self._writer.translating():
-                handled = connection.execute(_VERSION, (processor, *key)).fetchone()
-                if handled is not None and handled[0] >= version:
-                    return False
-                connection.execute(
-                    "INSERT INTO wow_versions (processor, context, aggregate, id, version) VALUES (?, ?, ?, ?, ?) "
-                    "ON CONFLICT (processor, context, aggregate, id) DO UPDATE SET version = excluded.version",
-                    (processor, *key, version),
-                )
-                if position:
-                    connection.execute(_CHECKPOINT, (processor, position))
-            row_factory, text_factory = connection.row_factory, connection.text_factory
-            connection.set_authorizer(_leaves_the_connection_alone)
-            try:
-                result = work(connection)
-                if isawaitable(result):
-                    refuse_awaitable(result, f"the work of {processor} returned an awaitable; make it a plain function")
-            except sqlite3.DatabaseError as error:
-                if getattr(error, "sqlite_errorname", None) == "SQLITE_AUTH":
-                    error.add_note(
-                        "The store ends the transaction of a work, whose connection is lent: do not change it."
-                    )
-                raise
-            finally:
-                connection.set_authorizer(None)
-                connection.row_factory, connection.text_factory = row_factory, text_factory
-            if not connection.in_transaction:
-                raise StoreError(str(self.path), "a statement of the work ended its transaction; use no OR ROLLBACK")
-        return True
+    def _do(self, connection: sqlite3.Connection, work: Callable[[sqlite3.Connection], object], whose: str) -> None:
+        """Lend the connection to a user's work, inside of the transaction."""
+        row_factory, text_factory = connection.row_factory, connection.text_factory
+        connection.set_authorizer(_leaves_the_connection_alone)
+        try:
+            result = work(connection)
+            if isawaitable(result):
+                refuse_awaitable(result, f"{whose} returned an awaitable; make it a plain function")
+        except sqlite3.DatabaseError as error:
+            if getattr(error, "sqlite_errorname", None) == "SQLITE_AUTH":
+                error.add_note("The store ends the transaction of a work, whose connection is lent: do not change it.")
+            raise
+        finally:
+            connection.set_authorizer(None)
+            connection.row_factory, connection.text_factory = row_factory, text_factory
+        if not connection.in_transaction:
+            raise StoreError(str(self.path), "a statement of the work ended its transaction; use no OR ROLLBACK")
 
     async def _fetch(self, query: str, parameters: tuple[Any, ...]) -> list[tuple[Any, ...]]:
         def fetch() -> list[tuple[Any, ...]]:
@@ -330,14 +381,54 @@ class SqliteStore:
 
         return await self._reads.run(fetch)
 
-    async def _execute(self, statement: str, parameters: tuple[Any, ...]) -> None:
+    async def _execute(self, statement: str, parameters: tuple[Any, ...]) -> int:
+        """Run a statement that writes, and return how many rows it has changed."""
         asked_at = monotonic()
 
-        def execute() -> None:
+        def execute() -> int:
             with self._writer.writing(asked_at) as connection, self._writer.translating():
-                connection.execute(statement, parameters)
+                return connection.execute(statement, parameters).rowcount
 
-        await self._writes.run(execute)
+        return await self._writes.run(execute)
+
+    async def _failures(self, where: Mapping[str, str], limit: int) -> list[FailedExecution]:
+        condition = " AND ".join(f"{column} = ?" for column in where) or "TRUE"
+        query = f"SELECT {_FAILURE} FROM wow_failures WHERE {condition} ORDER BY position LIMIT ?"  # noqa: S608
+        rows = await self._fetch(query, (*where.values(), _within(limit)))
+        return [self._failed(*row) for row in rows]
+
+    def _failed(
+        self,
+        position: int,
+        failure_id: str,
+        function: str,
+        context: str,
+        aggregate: str,
+        id: str,
+        tenant: str,
+        version: int,
+        sequence: int,
+        error: str,
+        text: str,
+        traceback: str,
+        attempts: int,
+        failed_at: str,
+    ) -> FailedExecution:
+        try:
+            return FailedExecution(
+                id=failure_id,
+                function=function,
+                aggregate_id=AggregateId(context, aggregate, id, tenant),
+                version=version,
+                sequence=sequence,
+                error=error,
+                text=text,
+                traceback=traceback,
+                attempts=attempts,
+                failed_at=datetime.fromisoformat(failed_at),
+            )
+        except (InvalidIdentifierError, TypeError, ValueError) as problem:
+            raise StoreFormatError(str(self.path), f"it is damaged at failure {position} ({problem})") from problem
 
     def _recorded(
         self, position: int, context: str, aggregate: str, id: str, version: int, data: bytes
@@ -356,7 +447,22 @@ _CHECKPOINT = (
     "INSERT INTO wow_checkpoints (processor, position) VALUES (?, ?) "
     "ON CONFLICT (processor) DO UPDATE SET position = excluded.position WHERE excluded.position > position"
 )
+_FAILURE = (
+    "position, failure_id, function, context, aggregate, id, tenant, version, sequence, "
+    "error, text, traceback, attempts, failed_at"
+)
 _VERSION = "SELECT version FROM wow_versions WHERE processor = ? AND context = ? AND aggregate = ? AND id = ?"
+
+
+def _in_this_context(work: Callable[[sqlite3.Connection], object]) -> Callable[[sqlite3.Connection], object]:
+    """Run a work with the caller's context; the thread has that of whoever leads the lane."""
+    context = copy_context()
+    return lambda connection: context.run(work, connection)
+
+
+def _storable(text: str) -> str:
+    """Replace lone surrogates, as `FailedExecution` does: SQLite takes none."""
+    return text.encode(errors="replace").decode()
 
 
 def _key(aggregate_id: AggregateId) -> tuple[str, str, str]:
