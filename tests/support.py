@@ -1,14 +1,17 @@
 """Helpers shared by the tests."""
 
+import random
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import pytest
 import trio
 
 
@@ -138,3 +141,12 @@ class PythonProcess:
         code = self._process.wait()
         self._errors.seek(0)
         return code, rest, self._errors.read()
+
+
+@contextmanager
+def interleaving(seed: int) -> Iterator[None]:
+    """Let a seed decide in which order Trio takes the tasks that can run, so that a failure can be had again."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trio._core._run._ALLOW_DETERMINISTIC_SCHEDULING", True)  # shuffles, not only turns around
+        patch.setattr("trio._core._run._r", random.Random(seed))
+        yield
