@@ -1,12 +1,13 @@
 """What functions handle and take, what is tried again, and what becomes of what fails for good."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from itertools import islice, repeat
 from typing import Any
 
 import pytest
 import trio
-from attrs import define, evolve, frozen
+from attrs import define, evolve, field, frozen
 from chain_domain import Chain, Step, Stepped, Steps, registry_of
 from trio.testing import MockClock, wait_all_tasks_blocked
 
@@ -27,12 +28,15 @@ from trio_wow import (
     projection,
     saga,
 )
-from trio_wow.buses import InMemoryCommandBus, InMemoryDomainEventBus
+from trio_wow.buses import InMemoryCommandBus, InMemoryDomainEventBus, MessageExchange
 from trio_wow.dispatch import (
+    CatchUp,
     CommandDispatcher,
+    EventDispatcher,
     FilterChain,
     Handler,
     Handling,
+    Outcome,
     ProjectionDispatcher,
     Retry,
     is_retryable,
@@ -47,8 +51,9 @@ from trio_wow.errors import (
     VersionConflictError,
 )
 from trio_wow.eventsourcing import FailedExecution, InMemoryEventStore, Recording
-from trio_wow.messages import AggregateId, CommandMessage, DomainEventStream
-from trio_wow.runtime import Runtime
+from trio_wow.execution import KeyedExecutor
+from trio_wow.messages import AggregateId, CommandMessage, CommandResult, DomainEventStream
+from trio_wow.runtime import Runtime, RuntimeContext
 from trio_wow.testing import given
 
 
@@ -249,67 +254,106 @@ class TestVersions:
 
 
 class Racing(InMemoryEventStore):
-    """Another writer is first, as often as it has something to write."""
+    """Before each append for some requests another writer appends an event of its own, as long as it has one."""
 
-    def __init__(self, domain: Domain, *others: object) -> None:
+    def __init__(self, domain: Domain, others: Mapping[str, Iterable[object]]) -> None:
         super().__init__(domain.serializer)
-        self.others = list(others)
-        self.refused: list[str] = []
-        self.attempts: list[str] = []
+        self.others = {request_id: iter(events) for request_id, events in others.items()}
 
     async def append(self, stream: DomainEventStream) -> None:
-        self.attempts.append(stream.aggregate_id.id)
-        if stream.aggregate_id.id in self.refused:
-            raise VersionConflictError(stream.aggregate_id, stream.version - 1, stream.version)
-        if self.others and stream.aggregate_id.id == "A" and stream.version > 2:
-            event = self.others.pop(0)
-            other = evolve(stream, events=[event], id=f"other {stream.version}", request_id=f"other {stream.version}")
-            await super().append(other)
+        for event in islice(self.others.get(stream.request_id, iter(())), 1):
+            other = f"of another writer, {stream.version}"
+            await super().append(evolve(stream, events=[event], id=other, request_id=other))
         await super().append(stream)
+
+
+@define
+class Bank:
+    """An application with one worker, whose third conflict is the last. It writes down what happens when."""
+
+    others: Mapping[str, Iterable[object]]
+    attempts: list[tuple[str, float]] = field(factory=list)
+    ended: dict[str, tuple[float, CommandResult]] = field(factory=dict)
+    executor: KeyedExecutor = field(factory=lambda: KeyedExecutor(workers=1))
+    gateway: CommandGateway = field(init=False)
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[App]:
+        async def note(handling: Handling, proceed: Handler) -> object:
+            self.attempts.append((handling.message.request_id, trio.current_time()))
+            return await proceed(handling)
+
+        domain = Domain([Account])
+        retry = Retry(is_retryable, retries=2, backoff=1, max_backoff=1, jitter=0)
+        store = Racing(domain, self.others)
+        app = App(domain, services={Fees: Fees(0)}, store=store, command_retry=retry, function_filters=[note])
+        async with app.serving(app.runtime(signals=False, shutdown_quiet_period=0, executor=self.executor)) as gateway:
+            self.gateway = gateway
+            yield app
+
+    async def send(self, name: str, command: object) -> None:
+        result = await self.gateway.send_and_wait(command, request_id=name)
+        self.ended[name] = trio.current_time(), result
 
 
 class TestConflicts:
     async def test_fs02_a_conflict_is_decided_again_from_a_fresh_load_and_delays_only_its_mailbox(
         self, autojump_clock: MockClock
     ) -> None:
-        domain = Domain([Account])
-        store = Racing(domain, Withdrawn(10), Withdrawn(90))
-        retry = Retry(is_retryable, retries=2, backoff=1, max_backoff=1, jitter=0)
-        app = App(domain, services={Fees: Fees(0)}, store=store, command_retry=retry)
-        ended: dict[str, float] = {}
-        results: dict[str, Any] = {}
-        start = trio.current_time()
-
-        async def send(name: str, command: Any) -> None:
-            results[name] = await gateway.send_and_wait(command)
-            ended[name] = trio.current_time() - start
-
-        async with serving(app) as gateway:
-            for command in (Open("A"), Deposit("A", 100), Open("B"), Open("C")):
-                await gateway.send_and_wait(command)
-            store.refused.append("C")
+        bank = Bank({"A1": [Withdrawn(10), Withdrawn(90)]})  # version 4, a balance of 90; version 5, one of 0
+        async with bank.serving() as app:
+            for command in (Open("A"), Deposit("A", 60), Deposit("A", 40), Open("B")):
+                await bank.gateway.send_and_wait(command)
+            bank.attempts.clear()
+            start = trio.current_time()
+            commands = {"A1": Withdraw("A", 50), "A2": Deposit("A", 7), "A3": Withdraw("A", 7)}
             async with trio.open_nursery() as nursery:
-                commands: list[tuple[str, object]] = [
-                    ("A1", Withdraw("A", 50)),
-                    ("A2", Deposit("A", 7)),
-                    ("C1", Deposit("C", 1)),
-                    ("C2", Withdraw("C", 1)),
-                    *((f"B{n}", Deposit("B", n + 1)) for n in range(100)),
-                ]
-                for name, each in commands:
-                    nursery.start_soon(send, name, each)
+                for name, each in {**commands, **{f"B{n}": Deposit("B", 1) for n in range(100)}}.items():
+                    nursery.start_soon(bank.send, name, each)
                     await wait_all_tasks_blocked()
-        assert max(ended[name] for name in ended if name.startswith("B")) < 0.1
-        assert results["A1"].error.text == "only 0 left"
-        assert ended["A1"] == pytest.approx(2)
-        assert told == [("only 0 left", 50, 0, {}), ("only 0 left", 1, 0, {})]
-        assert results["A2"].error is None
-        assert results["C1"].error.code == "VersionConflictError"
-        assert results["C1"].error.undecided
-        assert store.attempts[-4:].count("C") + store.attempts[:-4].count("C") == 1 + 3
-        assert results["C2"].error.text == "only 0 left"
-        streams = await store.load(aggregate_model(Account).aggregate_id("A"))
-        assert [stream.events[0] for stream in streams][2:] == [Withdrawn(10), Withdrawn(90), Deposited(7)]
+                await trio.sleep_until(start + 0.5)  # in the middle of a backoff
+                assert sorted(bank.ended) == sorted(f"B{n}" for n in range(100))
+                assert [(each.state, each.mailboxes_queued) for each in bank.executor.statistics().workers] == [
+                    ("idle", 0)
+                ]
+            streams = await app.store.load(AggregateId("bank", "account", "A"))
+        assert all(at - start < 0.1 and not result.error for name, (at, result) in bank.ended.items() if name[0] == "B")
+        of_a = [(name, at - start) for name, at in bank.attempts if name[0] == "A"]
+        assert of_a == [("A1", 0), ("A1", 1), ("A1", 2), ("A2", 2), ("A3", 2)]
+        assert [name for name in bank.ended if name[0] == "A"] == ["A1", "A2", "A3"]
+        refused = bank.ended["A1"][1].error
+        assert refused is not None
+        assert (refused.code, refused.text) == ("CommandRejectedError", "only 0 left")
+        assert told == [("only 0 left", 50, 0, {})]
+        assert [stream.events[0] for stream in streams][3:] == [
+            Withdrawn(10),
+            Withdrawn(90),
+            Deposited(7),
+            Withdrawn(7),
+        ]
+
+    async def test_fs02_a_conflict_every_time_ends_after_the_last_attempt_and_the_next_command_runs(
+        self, autojump_clock: MockClock
+    ) -> None:
+        bank = Bank({"C1": repeat(Deposited(1))}, executor=KeyedExecutor(workers=1, max_in_flight=4))
+        async with bank.serving():
+            await bank.gateway.send_and_wait(Open("C"))
+            bank.attempts.clear()
+            start = trio.current_time()
+            async with trio.open_nursery() as nursery:
+                for name, each in (("C1", Withdraw("C", 0)), ("C2", Withdraw("C", 3))):
+                    nursery.start_soon(bank.send, name, each)
+                    await wait_all_tasks_blocked()
+                (dispatch,) = bank.executor.statistics().dispatches
+                assert (dispatch.in_flight, dispatch.mailboxes) == (2, 1)
+            await wait_all_tasks_blocked()
+            (dispatch,) = bank.executor.statistics().dispatches
+            assert (dispatch.in_flight, dispatch.demand_outstanding) == (0, 4)
+        assert [(name, at - start) for name, at in bank.attempts] == [("C1", 0), ("C1", 1), ("C1", 2), ("C2", 2)]
+        conflict = bank.ended["C1"][1].error
+        assert conflict is not None
+        assert (conflict.code, conflict.undecided) == ("VersionConflictError", True)
+        assert bank.ended["C2"][1].error is None  # what the other writer has deposited three times
 
     def test_fs03_a_group_is_retried_only_when_every_leaf_is(self) -> None:
         conflict = VersionConflictError("a", 1, 2)
@@ -598,6 +642,168 @@ class TestFailures:
             failure.text.encode()
             failure.traceback.encode()
             assert len(failure.text) <= 2_000
+
+
+@event_processor
+class Two:
+    """Two functions of one event, each of which fails if it has an answer of the recorder to get."""
+
+    def __init__(self, answers: Mapping[str, Recording | Exception]) -> None:
+        self.answers = answers
+        self.ran: list[str] = []
+
+    def run(self, name: str) -> None:
+        self.ran.append(name)
+        if name in self.answers:
+            raise CommandRejectedError(name)
+
+    @on_event
+    def first(self, event: Stepped) -> None:
+        self.run("first")
+
+    @on_event
+    async def second(self, event: Stepped) -> None:
+        await trio.lowlevel.checkpoint()
+        self.run("second")
+
+
+class Answers:
+    """A recorder that answers each function as it is told to."""
+
+    def __init__(self, answers: Mapping[str, Recording | Exception]) -> None:
+        self.answers = answers
+        self.recorded: list[str] = []
+
+    async def record(self, failure: FailedExecution, /) -> Recording:
+        self.recorded.append(failure.text)
+        answer = self.answers[failure.text]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+class Delivery:
+    """An event dispatcher without a runtime, to which one event is delivered."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, processor: object, **options: Any) -> None:
+        async def note(handling: Handling, proceed: Handler) -> object:
+            await proceed(handling)
+            self.ended.append((handling.outcome, handling.acknowledged))
+            return None
+
+        async def acknowledge(exchange: MessageExchange[Any]) -> None:
+            self.acknowledged.append(exchange.message)
+
+        monkeypatch.setattr(MessageExchange, "acknowledge", acknowledge)
+        self.ended: list[tuple[Outcome | None, bool]] = []
+        self.acknowledged: list[object] = []
+        self.domain, self.bus = Domain([Chain]), InMemoryDomainEventBus()
+        registry = registry_of(self.domain, processor)
+        self.dispatcher = EventDispatcher(registry, self.bus, filters=FilterChain([note]), **options)
+        self.stream = DomainEventStream(
+            aggregate_id=AggregateId("chains", "chain", "a"),
+            version=1,
+            events=[Stepped(1)],
+            command_id="c",
+            request_id="r",
+        )
+
+    async def deliver(self) -> None:
+        async with trio.open_nursery() as nursery:
+            self.context = RuntimeContext(nursery)
+            await self.dispatcher.prepare(self.context)
+            self.dispatcher.start()
+            await self.dispatcher.caught_up()
+            await self.bus.send(self.stream)
+            await self.dispatcher.stop()
+
+
+ANSWERS: dict[Outcome, Recording | Exception] = {
+    Outcome.FAILURE_RECORDED: Recording.RECORDED,
+    Outcome.FAILURE_WAIVED: Recording.WAIVED,
+    Outcome.FAILURE_UNRECORDED: Recording.UNRECORDED,
+    Outcome.RECORDING_FAILED: LookupError("no recorder"),
+}
+ACKNOWLEDGED = {
+    # by default, and with ack_on_unrecorded_failure=False
+    Outcome.HANDLED: (True, True),
+    Outcome.FAILURE_RECORDED: (True, True),
+    Outcome.FAILURE_WAIVED: (True, True),
+    Outcome.FAILURE_UNRECORDED: (True, False),
+    Outcome.RECORDING_FAILED: (False, False),
+}
+ENDS = [Outcome.HANDLED, *ANSWERS]
+
+
+@pytest.mark.parametrize("catches_up", [False, True], ids=["without a store", "with a store"])
+@pytest.mark.parametrize("on_unrecorded", [True, False], ids=["default", "not acknowledged if unrecorded"])
+class TestOutcomes:
+    @pytest.mark.parametrize("second", ENDS, ids=lambda outcome: outcome.name)
+    @pytest.mark.parametrize("first", ENDS, ids=lambda outcome: outcome.name)
+    async def test_each_function_runs_and_the_worst_that_becomes_of_one_decides_for_the_message(
+        self, first: Outcome, second: Outcome, on_unrecorded: bool, catches_up: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        answers = {name: ANSWERS[end] for name, end in (("first", first), ("second", second)) if end in ANSWERS}
+        two, recorder = Two(answers), Answers(answers)
+        delivery = Delivery(
+            monkeypatch,
+            two,
+            failures=recorder,
+            ack_on_unrecorded_failure=on_unrecorded,
+            catch_up=CatchUp(InMemoryEventStore(Domain([Chain]).serializer)) if catches_up else None,
+        )
+        await delivery.deliver()
+        worst = max(first, second, key=list(ACKNOWLEDGED).index)
+        acknowledged = ACKNOWLEDGED[worst][0 if on_unrecorded else 1]
+        assert two.ran == ["first", "second"]
+        assert recorder.recorded == list(answers)
+        assert delivery.ended == [(worst, acknowledged)]
+        assert len(delivery.acknowledged) == acknowledged
+
+    async def test_what_fails_while_the_runtime_is_ending_is_neither_recorded_nor_acknowledged(
+        self, on_unrecorded: bool, catches_up: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        @event_processor
+        class Ending:
+            @on_event
+            def stepped(self, event: Stepped) -> None:
+                delivery.context.admission.close()
+                raise CommandRejectedError("it may be for that")
+
+        recorder = Answers({})
+        delivery = Delivery(
+            monkeypatch,
+            Ending(),
+            failures=recorder,
+            ack_on_unrecorded_failure=on_unrecorded,
+            catch_up=CatchUp(InMemoryEventStore(Domain([Chain]).serializer)) if catches_up else None,
+        )
+        await delivery.deliver()
+        assert delivery.ended == [(Outcome.UNFINISHED, False)]
+        assert delivery.acknowledged == []
+        assert recorder.recorded == []
+
+
+@pytest.mark.parametrize("on_unrecorded", [True, False])
+async def test_what_comes_after_versions_that_cannot_be_read_is_not_acknowledged(
+    on_unrecorded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Locked(InMemoryEventStore):
+        async def load(self, *arguments: Any, **options: Any) -> Sequence[DomainEventStream]:
+            raise StoreLockedError("here", "locked")
+
+    two, recorder = Two({}), Answers({})
+    delivery = Delivery(
+        monkeypatch,
+        two,
+        failures=recorder,
+        ack_on_unrecorded_failure=on_unrecorded,
+        catch_up=CatchUp(Locked(Domain([Chain]).serializer)),
+    )
+    delivery.stream = evolve(delivery.stream, version=2)
+    await delivery.deliver()
+    assert delivery.ended == [(Outcome.UNFINISHED, False)]
+    assert (delivery.acknowledged, two.ran, recorder.recorded) == ([], [], [])
 
 
 class TestSagaLimits:
