@@ -299,24 +299,34 @@ class TestLoading:
         assert replaced is not None
         assert replaced.version == 6
 
+    @pytest.mark.parametrize(("reads", "writes"), [(False, True), (True, False), (False, False)])
     async def test_fs18_d_a_snapshot_store_that_raises_fails_no_command(
-        self, store: InMemoryEventStore, caplog: pytest.LogCaptureFixture
+        self, store: InMemoryEventStore, reads: bool, writes: bool, caplog: pytest.LogCaptureFixture
     ) -> None:
         class Broken(InMemorySnapshotStore):
             async def save_snapshot(self, snapshot: Snapshot) -> None:
-                raise StoreReadOnlyError("here", "cannot be written")
+                if not writes:
+                    raise StoreReadOnlyError("here", "cannot be written")
+                await super().save_snapshot(snapshot)
 
             async def load_snapshot(self, aggregate_id: AggregateId) -> Snapshot | None:
-                raise OSError("cannot be read")
+                if not reads:
+                    raise OSError("cannot be read")
+                return await super().load_snapshot(aggregate_id)
 
         app = App(DOMAIN, store=store)
-        app.repository._snapshots = Broken()
+        app.repository._snapshots = snapshots = Broken()
+        await InMemorySnapshotStore.save_snapshot(snapshots, await self.snapshot_of(store, 4))
         async with app.serving(quick(app)) as gateway:
             result = await gateway.send_and_wait(Add("a", 1))
         assert (result.version, result.error) == (6, None)
+        assert (await AggregateRepository(DOMAIN, store).load(A)).state == Sum("a", 6, [1] * 6)
+        kept = await InMemorySnapshotStore.load_snapshot(snapshots, A)
+        assert kept is not None
+        assert kept.version == (6 if writes else 4)
         assert [record.getMessage() for record in caplog.records] == [
-            "the snapshot of sums.sum/a cannot be loaded; using its events",
-            "no snapshot of version 6 of sums.sum/a: it cannot be taken",
+            *(["the snapshot of sums.sum/a cannot be loaded; using its events"] if not reads else []),
+            *(["no snapshot of version 6 of sums.sum/a: it cannot be taken"] if not writes else []),
         ]
 
     async def test_one_that_cannot_be_discarded_is_told(

@@ -374,7 +374,41 @@ class TestFs18Snapshots:
             async with app.serving(app.runtime(signals=False, shutdown_quiet_period=0)) as gateway:
                 (await gateway.send_and_wait(test_snapshots.Add("a", 6))).raise_for_error()
             assert rows(path, "SELECT version FROM wow_snapshots") == [(6,)]
+            assert rows(path, "SELECT version FROM wow_streams ORDER BY position") == [(n,) for n in range(1, 7)]
+            loaded = await app.repository.load(a)
+            assert (loaded.version, loaded.state.parts) == (6, [1, 2, 3, 4, 5, 6])
             assert len(caplog.records) == 1
+
+    @pytest.mark.parametrize(
+        ("harm", "warnings"),
+        [
+            ("ALTER TABLE wow_snapshots RENAME COLUMN data TO gone", {"cannot be loaded", "cannot be taken"}),
+            (
+                "CREATE TRIGGER no_writing BEFORE INSERT ON wow_snapshots "
+                "BEGIN SELECT RAISE(ABORT, 'cannot be written'); END",
+                {"cannot be taken"},
+            ),
+        ],
+        ids=["on read and write", "on write"],
+    )
+    async def test_fs18_d_a_snapshot_table_that_cannot_be_used_fails_no_command(
+        self, path: Path, harm: str, warnings: set[str], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        domain = test_snapshots.DOMAIN
+        async with SqliteStore(path, domain.serializer) as store:
+            app = App(domain, store=store)
+            async with app.serving(app.runtime(signals=False, shutdown_quiet_period=0)) as gateway:
+                for amount in range(1, 6):
+                    (await gateway.send_and_wait(test_snapshots.Add("a", amount))).raise_for_error()
+            with closing(sqlite3.connect(path)) as connection, connection:
+                connection.execute(harm)
+            async with app.serving(app.runtime(signals=False, shutdown_quiet_period=0)) as gateway:
+                result = await gateway.send_and_wait(test_snapshots.Add("a", 6))
+            assert (result.version, result.error) == (6, None)
+        assert rows(path, "SELECT version FROM wow_streams ORDER BY position") == [(n,) for n in range(1, 7)]
+        assert rows(path, "SELECT version FROM wow_snapshots") == [(4,)]
+        assert len(caplog.records) == len(warnings)
+        assert all(any(words in record.getMessage() for record in caplog.records) for words in warnings)
 
 
 class TestAgreement:
