@@ -648,7 +648,7 @@ class TestFailures:
 class Two:
     """Two functions of one event, each of which fails if it has an answer of the recorder to get."""
 
-    def __init__(self, answers: Mapping[str, Recording | Exception]) -> None:
+    def __init__(self, answers: Mapping[str, Recording | type[Exception]]) -> None:
         self.answers = answers
         self.ran: list[str] = []
 
@@ -670,15 +670,15 @@ class Two:
 class Answers:
     """A recorder that answers each function as it is told to."""
 
-    def __init__(self, answers: Mapping[str, Recording | Exception]) -> None:
+    def __init__(self, answers: Mapping[str, Recording | type[Exception]]) -> None:
         self.answers = answers
         self.recorded: list[str] = []
 
     async def record(self, failure: FailedExecution, /) -> Recording:
         self.recorded.append(failure.text)
         answer = self.answers[failure.text]
-        if isinstance(answer, Exception):
-            raise answer
+        if isinstance(answer, type):
+            raise answer("no recorder")
         return answer
 
 
@@ -718,11 +718,11 @@ class Delivery:
             await self.dispatcher.stop()
 
 
-ANSWERS: dict[Outcome, Recording | Exception] = {
+ANSWERS: dict[Outcome, Recording | type[Exception]] = {
     Outcome.FAILURE_RECORDED: Recording.RECORDED,
     Outcome.FAILURE_WAIVED: Recording.WAIVED,
     Outcome.FAILURE_UNRECORDED: Recording.UNRECORDED,
-    Outcome.RECORDING_FAILED: LookupError("no recorder"),
+    Outcome.RECORDING_FAILED: LookupError,
 }
 ACKNOWLEDGED = {
     # by default, and with ack_on_unrecorded_failure=False

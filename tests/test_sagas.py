@@ -188,24 +188,25 @@ class TestPartialSends:
                 await super().append(stream)
 
         path = tmp_path / "events.db"
-        app = App(DOMAIN, [Three()], store=Held(path, DOMAIN.serializer))
-        runtime = app.runtime(signals=False, shutdown_quiet_period=0)
         caught: list[BaseException | None] = []
-        async with trio.open_nursery() as nursery:
-            await nursery.start(serve_and_collect, runtime, caught)
-            await app.gateway.send(Step("a"))
-            await held.wait()
-            runtime.force_stop()
+        async with Held(path, DOMAIN.serializer) as store:  # a forced stop leaves it open
+            app = App(DOMAIN, [Three()], store=store)
+            runtime = app.runtime(signals=False, shutdown_quiet_period=0)
+            async with trio.open_nursery() as nursery:
+                await nursery.start(serve_and_collect, runtime, caught)
+                await app.gateway.send(Step("a"))
+                await held.wait()
+                runtime.force_stop()
         assert isinstance(caught[0], ShutdownDeadlineError)
-        async with SqliteStore(path, DOMAIN.serializer) as store:
-            first, second, third = request_ids((await store.load(CHAIN_A))[0])
-            assert await notes(store, 1) == [[first], [second] if stored else [], []]
+        async with SqliteStore(path, DOMAIN.serializer) as kept:
+            first, second, third = request_ids((await kept.load(CHAIN_A))[0])
+            assert await notes(kept, 1) == [[first], [second] if stored else [], []]
             for _ in range(2):
-                again = App(DOMAIN, [Three()], store=store)
+                again = App(DOMAIN, [Three()], store=kept)
                 async with again.serving(again.runtime(signals=False, shutdown_quiet_period=0)):
                     pass
-                assert await notes(store, 1) == [[first], [second], [third]]
-                assert await store.load_checkpoint("saga-dispatcher/Three") == 4
+                assert await notes(kept, 1) == [[first], [second], [third]]
+                assert await kept.load_checkpoint("saga-dispatcher/Three") == 4
 
 
 class Feeding:
