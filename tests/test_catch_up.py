@@ -344,9 +344,10 @@ class TestFailures:
             await gateway.send_and_wait(Step("a", 4))
         assert mails.sent == [("a", 1), ("b", 7), ("a", 2), ("a", 3), ("a", 4)]
         assert [record.getMessage().splitlines()[0] for record in caplog.records] == [
-            "event-dispatcher/Mails.stepped failed on version 2 of chains.chain/a, after 4 attempts: "
+            f"event-dispatcher/Mails.stepped failed on version 2 of chains.chain/a, after {attempts} attempts: "
             "LookupError: no address 2"
-        ] * 2
+            for attempts in (4, 5)  # what has failed for good is tried once more with the next, not four times
+        ]
 
     async def test_what_succeeded_of_a_failed_stream_is_not_run_again(self) -> None:
         ran: list[str] = []
