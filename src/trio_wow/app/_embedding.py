@@ -6,8 +6,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
-from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar, cast
+from typing import Any, NoReturn, ParamSpec, TypeVar, cast
 
 import trio
 from anyio.from_thread import BlockingPortal
@@ -15,9 +14,6 @@ from anyio.from_thread import BlockingPortal
 from trio_wow.errors import AsyncioCallCancelledError, RuntimeStateError
 from trio_wow.execution import split_cancelled
 from trio_wow.runtime import Runtime
-
-if TYPE_CHECKING:
-    from outcome import Outcome
 
 __all__ = ["AsyncioGuest", "call_asyncio", "serving_in_asyncio", "serving_in_thread"]
 
@@ -133,11 +129,11 @@ def serving_in_thread(runtime: Runtime) -> Iterator[BlockingPortal]:
 class AsyncioGuest:
     """A Trio run inside an asyncio loop, in the loop's own thread. Made by `serving_in_asyncio`."""
 
+    _calls: trio.Nursery
+
     def __init__(self, service: _Service) -> None:
         self._service = service
         self._loop = asyncio.get_running_loop()
-        self._ended: asyncio.Future[Any] = self._loop.create_future()
-        self._calls: trio.Nursery | None = None
 
     async def call(self, async_fn: Callable[P, Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a Trio function as a Trio task, in a copy of the caller's context, and wait for it.
@@ -162,16 +158,31 @@ class AsyncioGuest:
         answer: asyncio.Future[T] = self._loop.create_future()
         scope = trio.CancelScope()
         cancelled: asyncio.CancelledError | None = None
-        if self._calls is not None:
-            function = partial(async_fn, *args, **kwargs)
-            self._calls.start_soon(_answer, answer, scope, function, name=f"call {_name(async_fn)}")
-            while not (answer.done() or self._ended.done()):
-                try:
-                    await asyncio.wait([answer, self._ended], return_when=asyncio.FIRST_COMPLETED)
-                except asyncio.CancelledError as error:
-                    cancelled = error
-                    scope.cancel()
-        if answer.done() and not answer.cancelled():
+
+        async def run() -> None:
+            try:
+                with scope:
+                    answer.set_result(await async_fn(*args, **kwargs))
+            except BaseException as error:
+                # Trio's cancellation says nothing to who waits in asyncio; and a stale one must not end the run.
+                _, failure = split_cancelled(error)
+                if failure is not None:
+                    answer.set_exception(failure)
+                await trio.lowlevel.checkpoint_if_cancelled()
+            finally:
+                answer.cancel()  # unless there is one
+
+        if self._calls.cancel_scope.cancel_called:
+            answer.cancel()
+        else:
+            self._calls.start_soon(run, name=async_fn)
+        while not answer.done():
+            try:
+                await asyncio.wait([answer])
+            except asyncio.CancelledError as error:
+                cancelled = error
+                scope.cancel()
+        if not answer.cancelled():
             result = answer.result()
             if cancelled is None:
                 return result
@@ -179,27 +190,7 @@ class AsyncioGuest:
             raise cancelled
         raise RuntimeStateError(
             "an AsyncioGuest takes calls only while its runtime is served", self._service.runtime.state.name
-        ) from (self._service.errors[0] if self._service.errors else None)
-
-
-async def _answer(answer: asyncio.Future[T], scope: trio.CancelScope, function: Callable[[], Awaitable[T]]) -> None:
-    """Run a function, and answer; the answer is cancelled where there is none."""
-    try:
-        with scope:
-            answer.set_result(await function())
-    except BaseException as error:
-        # Trio's cancellation says nothing to who waits in asyncio; and a stale one must not end the run.
-        _, failure = split_cancelled(error)
-        if failure is not None:
-            answer.set_exception(failure)
-        await trio.lowlevel.checkpoint_if_cancelled()
-    finally:
-        if not answer.done():
-            answer.cancel()
-
-
-def _name(function: Callable[..., object]) -> str:
-    return getattr(function, "__qualname__", None) or repr(function)
+        ) from next(iter(self._service.errors), None)
 
 
 @asynccontextmanager
@@ -219,49 +210,40 @@ async def serving_in_asyncio(runtime: Runtime) -> AsyncIterator[AsyncioGuest]:
 
     Raises:
         TypeError: it is no `Runtime`.
-        RuntimeStateError: the thread has a Trio run already, or a stop was requested before the runtime could serve.
+        RuntimeStateError: a stop was requested before the runtime could serve.
+        RuntimeError: the thread has a Trio run already, and it can have only one.
         BaseException: what the block raised, and what `Runtime.serve` raised. One itself, both as a group, in this
             order. Either goes before a cancellation, as in asyncio's own task groups.
 
     Cancellation: the first, in the block or at its end, lets the stop go on in order; a further one forces it.
     """
     service = _Service(runtime)
-    if trio.lowlevel.in_trio_run():
-        raise RuntimeStateError(
-            "this thread has a Trio run already, and can have one only; serve the runtime in that one",
-            runtime.state.name,
-        )
     guest = AsyncioGuest(service)
+    ready, ended, left = asyncio.Event(), asyncio.Event(), trio.Event()
     owner = cast("asyncio.Task[Any]", asyncio.current_task())
     cancelled_before = owner.cancelling()
     in_block = cancelled_owner = False
-    ready, left = asyncio.Event(), trio.Event()
 
     async def main() -> None:
-        async with trio.open_nursery() as nursery:
+        async with trio.open_nursery() as guest._calls:
             # A task of its own, since Trio raises Ctrl+C in the main one: cancelled, the runtime stops in order.
-            nursery.start_soon(serve, nursery, name="runtime")
+            guest._calls.start_soon(serve, name="runtime")
 
-    async def serve(nursery: trio.Nursery) -> None:
-        def take_calls() -> None:
-            guest._calls = nursery
-            ready.set()
-
+    async def serve() -> None:
         try:
-            await service.serve(take_calls)
+            await service.serve(ready.set)
             if service.has_started and not service.errors:
                 await left.wait()
         finally:
-            guest._calls = None
-            nursery.cancel_scope.cancel()
+            guest._calls.cancel_scope.cancel()
 
-    def finish(outcome: "Outcome[None]") -> None:
+    def finish(outcome: Any) -> None:
         nonlocal cancelled_owner
         try:
             outcome.unwrap()
         except BaseException as error:
             service.errors.append(error)
-        guest._ended.set_result(None)
+        ended.set()
         ready.set()
         if in_block and service.errors:
             cancelled_owner = owner.cancel()
@@ -277,7 +259,7 @@ async def serving_in_asyncio(runtime: Runtime) -> AsyncIterator[AsyncioGuest]:
     cancelled: asyncio.CancelledError | None = None
     try:
         await ready.wait()
-        in_block = service.has_started
+        in_block = service.has_started and not ended.is_set()
         if in_block:
             yield guest
     except asyncio.CancelledError as error:
@@ -289,9 +271,9 @@ async def serving_in_asyncio(runtime: Runtime) -> AsyncIterator[AsyncioGuest]:
         cancelled = None
     left.set()
     runtime.request_stop()
-    while not guest._ended.done():
+    while not ended.is_set():
         try:
-            await asyncio.wait([guest._ended])
+            await ended.wait()
         except asyncio.CancelledError as error:
             if cancelled is not None:
                 runtime.force_stop()
@@ -320,12 +302,11 @@ async def call_asyncio(async_fn: Callable[P, Coroutine[Any, Any, T]], /, *args: 
     Cancellation: cancels the asyncio task once, and waits until it has ended. What it returns or raises all the same is
     returned or raised; one that never ends holds its caller, as a shielded Trio task would.
     """
+    name = getattr(async_fn, "__qualname__", None) or repr(async_fn)
     try:
         caller, loop = trio.lowlevel.current_task(), asyncio.get_running_loop()
     except RuntimeError:
-        raise RuntimeError(
-            "call_asyncio is for Trio code inside serving_in_asyncio; in asyncio code await the function itself"
-        ) from None
+        raise RuntimeError(f"call_asyncio is for Trio code inside serving_in_asyncio; await {name} itself") from None
     raise_cancelled: Callable[[], NoReturn] | None = None
 
     def abort(raise_cancel: Callable[[], NoReturn]) -> trio.lowlevel.Abort:
@@ -335,7 +316,7 @@ async def call_asyncio(async_fn: Callable[P, Coroutine[Any, Any, T]], /, *args: 
         return trio.lowlevel.Abort.FAILED
 
     # Not by `create_task`: an eager task would begin to run in the middle of a Trio task.
-    task = asyncio.Task(async_fn(*args, **kwargs), loop=loop, name=f"call {_name(async_fn)}")
+    task = asyncio.Task(async_fn(*args, **kwargs), loop=loop, name=f"call {name}")
     task.add_done_callback(lambda _: trio.lowlevel.reschedule(caller))
     await trio.lowlevel.wait_task_rescheduled(abort)
     try:
@@ -343,4 +324,4 @@ async def call_asyncio(async_fn: Callable[P, Coroutine[Any, Any, T]], /, *args: 
     except asyncio.CancelledError as error:
         if raise_cancelled is not None:
             raise_cancelled()
-        raise AsyncioCallCancelledError(_name(async_fn)) from error
+        raise AsyncioCallCancelledError(name) from error
