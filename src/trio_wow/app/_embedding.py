@@ -92,7 +92,7 @@ def serving_in_thread(runtime: Runtime) -> Iterator[BlockingPortal]:
         async with BlockingPortal() as portal:
             await service.serve(lambda: ready.set_result(portal))
             if service.has_started and not left.is_set():
-                await trio.to_thread.run_sync(left.wait, abandon_on_cancel=True)
+                await trio.to_thread.run_sync(left.wait)
             await portal.stop(cancel_remaining=True)
 
     def run() -> None:
@@ -221,7 +221,6 @@ async def serving_in_asyncio(runtime: Runtime) -> AsyncIterator[AsyncioGuest]:
     guest = AsyncioGuest(service)
     ready, ended, left = asyncio.Event(), asyncio.Event(), trio.Event()
     owner = cast("asyncio.Task[Any]", asyncio.current_task())
-    cancelled_before = owner.cancelling()
     in_block = cancelled_owner = False
 
     async def main() -> None:
@@ -267,8 +266,8 @@ async def serving_in_asyncio(runtime: Runtime) -> AsyncIterator[AsyncioGuest]:
     except BaseException as error:
         errors.append(error)
     in_block = False
-    if cancelled_owner and owner.uncancel() <= cancelled_before:
-        cancelled = None
+    if cancelled_owner:
+        owner.uncancel()
     left.set()
     runtime.request_stop()
     while not ended.is_set():
