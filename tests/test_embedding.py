@@ -24,7 +24,7 @@ import pytest
 import trio
 from attrs import define, field, frozen
 from chain_domain import Chain, Step, Steps
-from support import PythonProcess, collect
+from support import PythonProcess, a_cancelled, collect
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from trio_wow import App, Runtime, aggregate, on_command, on_sourcing
@@ -908,6 +908,19 @@ def test_a_guest_whose_trio_run_breaks_ends_its_calls_and_tells_its_owner(caplog
 
     in_asyncio(main, caplog)
     assert [type(error) for error in calls] == [RuntimeStateError]
+
+
+def test_a_guests_call_that_raises_a_stale_cancellation_ends_alone(caplog: pytest.LogCaptureFixture) -> None:
+    async def raise_stale() -> None:
+        raise await a_cancelled()
+
+    async def main() -> None:
+        async with guest_in(App([Chain])) as guest:
+            with pytest.raises(RuntimeStateError):
+                await guest.call(raise_stale)
+            await guest.call(trio.lowlevel.checkpoint)
+
+    in_asyncio(main, caplog)
 
 
 def test_a_runtime_that_stops_by_itself_leaves_the_guests_block_alone(caplog: pytest.LogCaptureFixture) -> None:

@@ -139,7 +139,9 @@ class TestLogging:
         (record,) = caplog.records
         assert (record.name, record.levelno) == ("trio_wow.dispatch", logging.ERROR)
         line, *_ = record.getMessage().splitlines()
-        assert line == (f"{MAILER} failed on version 7 of {A}, after 4 attempts: ConnectionError: no mail today")
+        assert line == (
+            f"{MAILER} failed on version 7 of {A}, after 4 attempts: ConnectionError: no mail today"
+        )
 
 
 class TestFailureStore:
