@@ -10,6 +10,7 @@ __all__ = [
     "AggregateNotReadableError",
     "AggregateVersionError",
     "AppendOutcomeUnknownError",
+    "AsyncioCallCancelledError",
     "BlockingCallError",
     "BlockingCallWarning",
     "CancelScopeLeakError",
@@ -573,6 +574,20 @@ class WaitTimeoutError(WowError):
         self.command_id = command_id
         self.until = until
         self.timeout = timeout
+
+
+class AsyncioCallCancelledError(WowError):
+    """Asyncio cancelled what a Trio task waited for in `call_asyncio`, though nothing in Trio was cancelled.
+
+    An `Exception`, unlike asyncio's own `CancelledError`, so that it fails the one command whose handler waited.
+
+    Attributes:
+        function: the qualified name of the asyncio function.
+    """
+
+    def __init__(self, function: str) -> None:
+        super().__init__(f"the asyncio task of {function} was cancelled, by asyncio and not by Trio")
+        self.function = function
 
 
 class WaitAbandonedError(WowError):
