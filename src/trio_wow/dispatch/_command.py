@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from trio_wow.buses import CommandBus, DomainEventBus, StateEventBus
 from trio_wow.dispatch._dispatcher import MessageDispatcher
-from trio_wow.dispatch._filters import FilterChain, Handling, Outcome, Retry, StageNotifier
+from trio_wow.dispatch._filters import FilterChain, Handling, Outcome, Retry, StageNotifier, leaves
 from trio_wow.dispatch._registry import FunctionRegistry
 from trio_wow.dispatch._results import CommandResults
 from trio_wow.domain import CommandFunction, Domain
@@ -154,11 +154,7 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
         aggregate = await self._repository.load(message.aggregate_id)
         function = aggregate.model.command_function(type(message.body))
         _check_version(message, function, aggregate.version)
-        arguments = self._registry.command_arguments(function)
-        decided = function.call(aggregate.state, message.body, **(arguments.of(message) if arguments else {}))
-        if isawaitable(decided):
-            with no_leaked_scope(function.name, message.aggregate_id):
-                decided = await decided
+        decided = await self._call(function, message, aggregate.state, message.body)
         events = aggregate.model.events_of(message.body, decided)
         if not events:
             return None
@@ -177,15 +173,16 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
         for function in functions:
             try:
                 aggregate = await self._repository.load(message.aggregate_id)
-                arguments = self._registry.command_arguments(function)
-                told = function.call(
-                    aggregate.state, error, message.body, **(arguments.of(message) if arguments else {})
-                )
-                if isawaitable(told):
-                    with no_leaked_scope(function.name, message.aggregate_id):
-                        await told
+                await self._call(function, message, aggregate.state, error, message.body)
             except Exception:
                 _log.exception("%s failed for %s", function.name, message.aggregate_id)
+
+    async def _call(self, function: CommandFunction, message: CommandMessage, *leading: object) -> object:
+        result = function.call(*leading, **self._registry.command_arguments(function).of(message))
+        if isawaitable(result):
+            with no_leaked_scope(function.name, message.aggregate_id):
+                result = await result
+        return result
 
     async def _published(self, stream: DomainEventStream) -> bool:
         try:
@@ -221,9 +218,7 @@ def conflict_retry() -> Retry:
 
 
 def _is_conflict(error: BaseException) -> bool:
-    if isinstance(error, BaseExceptionGroup):
-        return all(map(_is_conflict, error.exceptions))
-    return isinstance(error, VersionConflictError)
+    return all(isinstance(leaf, VersionConflictError) for leaf in leaves(error))
 
 
 def _check_version(message: CommandMessage, function: CommandFunction, version: int) -> None:

@@ -15,7 +15,19 @@ from trio_wow.errors import WowError, printable
 from trio_wow.execution import is_async
 from trio_wow.messages import CommandResult
 
-__all__ = ["Filter", "FilterChain", "Handler", "Handling", "Outcome", "Retry", "StageNotifier", "is_retryable"]
+__all__ = [
+    "Filter",
+    "FilterChain",
+    "Handler",
+    "Handling",
+    "Outcome",
+    "Retry",
+    "StageNotifier",
+    "is_retryable",
+    "leaves",
+]
+
+_log = logging.getLogger("trio_wow.dispatch")
 
 
 class Outcome(enum.Enum):
@@ -38,9 +50,6 @@ class Outcome(enum.Enum):
     def settles(self) -> bool:
         """Whether the message needs nothing more: a checkpoint may pass it."""
         return self.value <= Outcome.FAILURE_WAIVED.value
-
-
-_log = logging.getLogger("trio_wow.dispatch")
 
 
 @define(eq=False)
@@ -178,14 +187,25 @@ def _linked(filter: Filter, proceed: Handler) -> Handler:
     return handle
 
 
+def leaves(error: BaseException) -> Iterator[BaseException]:
+    """Yield what a group holds, however deep, or the error itself."""
+    if isinstance(error, BaseExceptionGroup):
+        for each in error.exceptions:
+            yield from leaves(each)
+    else:
+        yield error
+
+
 def is_retryable(error: BaseException) -> bool:
     """Say whether the same call may succeed when it is tried again.
 
     An error says so itself with an attribute `retryable`. Without it, one that this package raises on purpose may not,
     and any other `Exception` may, as nobody knows better. Of a group every leaf must be.
     """
-    if isinstance(error, BaseExceptionGroup):
-        return all(map(is_retryable, error.exceptions))
+    return all(map(_may_pass, leaves(error)))
+
+
+def _may_pass(error: BaseException) -> bool:
     if (said := getattr(error, "retryable", None)) is not None:
         return bool(said)
     return isinstance(error, Exception) and not isinstance(error, WowError)
