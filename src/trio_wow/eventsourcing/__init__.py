@@ -6,6 +6,7 @@ from trio_wow.eventsourcing._failures import FailureStore as FailureStore
 from trio_wow.eventsourcing._failures import InMemoryFailureStore as InMemoryFailureStore
 from trio_wow.eventsourcing._failures import LoggingFailureRecorder as LoggingFailureRecorder
 from trio_wow.eventsourcing._failures import Recording as Recording
+from trio_wow.eventsourcing._failures import storable_text as storable_text
 from trio_wow.eventsourcing._memory import InMemoryEventStore as InMemoryEventStore
 from trio_wow.eventsourcing._memory import InMemorySnapshotStore as InMemorySnapshotStore
 from trio_wow.eventsourcing._repository import AggregateRepository as AggregateRepository
@@ -32,4 +33,5 @@ __all__ = [
     "Recording",
     "Snapshot",
     "SnapshotStore",
+    "storable_text",
 ]

@@ -21,6 +21,7 @@ __all__ = [
     "InMemoryFailureStore",
     "LoggingFailureRecorder",
     "Recording",
+    "storable_text",
 ]
 
 MAX_TEXT = 2_000
@@ -29,17 +30,18 @@ MAX_TRACEBACK = 16_000
 _log = logging.getLogger("trio_wow.dispatch")
 
 
-def _storable(text: str) -> str:
+def storable_text(text: str) -> str:
+    """Replace each lone surrogate, which no store keeps, by `?`."""
     return str.encode(text, errors="replace").decode()
 
 
 def _start(text: str) -> str:
-    text = _storable(text)
+    text = storable_text(text)
     return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - 3]}..."
 
 
 def _end(text: str) -> str:
-    text = _storable(text)
+    text = storable_text(text)
     return text if len(text) <= MAX_TRACEBACK else f"...{text[3 - MAX_TRACEBACK :]}"
 
 
@@ -68,16 +70,16 @@ class FailedExecution:
         id: names the failure.
     """
 
-    function: str = field(converter=_storable)
+    function: str = field(converter=storable_text)
     aggregate_id: AggregateId
     version: int
     sequence: int
-    error: str = field(converter=_storable)
+    error: str = field(converter=storable_text)
     text: str = field(converter=_start)
     traceback: str = field(converter=_end)
     attempts: int
     failed_at: datetime = field(factory=lambda: datetime.now(UTC))
-    id: str = field(factory=lambda: uuid4().hex, converter=_storable)
+    id: str = field(factory=lambda: uuid4().hex, converter=storable_text)
 
     @classmethod
     def of(
@@ -209,7 +211,7 @@ class InMemoryFailureStore:
     ) -> Sequence[FailedExecution]:
         """See `FailureStore.failures`."""
         await trio.lowlevel.checkpoint()
-        function = None if function is None else _storable(function)
+        function = None if function is None else storable_text(function)
         return [
             failure
             for failure in self._open.values()
@@ -219,7 +221,7 @@ class InMemoryFailureStore:
     async def failure(self, id: str, /) -> FailedExecution | None:
         """See `FailureStore.failure`."""
         await trio.lowlevel.checkpoint()
-        id = _storable(id)
+        id = storable_text(id)
         return next((failure for failure in self._open.values() if failure.id == id), None)
 
     async def resolve_failure(self, id: str, /) -> bool:

@@ -26,7 +26,7 @@ from trio_wow.errors import (
     StoreFormatError,
     VersionConflictError,
 )
-from trio_wow.eventsourcing import FailedExecution, RecordedStream, Recording, Snapshot
+from trio_wow.eventsourcing import FailedExecution, RecordedStream, Recording, Snapshot, storable_text
 from trio_wow.execution import refuse_awaitable
 from trio_wow.messages import AggregateId, DomainEventStream, Serializer
 from trio_wow.runtime import RuntimeContext
@@ -307,20 +307,20 @@ class SqliteStore:
         """See `FailureStore.failures`."""
         where: dict[str, str] = {}
         if function is not None:
-            where["function"] = _storable(function)
+            where["function"] = storable_text(function)
         if aggregate_id is not None:
             where.update(zip(("context", "aggregate", "id"), _key(aggregate_id), strict=True))
         return await self._failures(where, limit)
 
     async def failure(self, id: str, /) -> FailedExecution | None:
         """See `FailureStore.failure`."""
-        for failure in await self._failures({"failure_id": _storable(id)}, 1):
+        for failure in await self._failures({"failure_id": storable_text(id)}, 1):
             return failure
         return None
 
     async def resolve_failure(self, id: str, /) -> bool:
         """See `FailureStore.resolve_failure`."""
-        return await self._execute("DELETE FROM wow_failures WHERE failure_id = ?", (_storable(id),)) > 0
+        return await self._execute("DELETE FROM wow_failures WHERE failure_id = ?", (storable_text(id),)) > 0
 
     async def prepare(self, _context: RuntimeContext, /) -> None:
         """See `RuntimeComponent.prepare`. Opens the file."""
@@ -458,11 +458,6 @@ def _in_this_context(work: Callable[[sqlite3.Connection], object]) -> Callable[[
     """Run a work with the caller's context; the thread has that of whoever leads the lane."""
     context = copy_context()
     return lambda connection: context.run(work, connection)
-
-
-def _storable(text: str) -> str:
-    """Replace lone surrogates, as `FailedExecution` does: SQLite takes none."""
-    return text.encode(errors="replace").decode()
 
 
 def _key(aggregate_id: AggregateId) -> tuple[str, str, str]:
