@@ -2,7 +2,6 @@
 
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
 
 import trio
 
@@ -16,6 +15,7 @@ from trio_wow.dispatch import (
     Filter,
     FilterChain,
     FunctionRegistry,
+    ProcessorOptions,
     ProjectionDispatcher,
     Retry,
     SagaDispatcher,
@@ -232,7 +232,7 @@ class App:
                 function_filters=FilterChain([self._command_retry, *self.function_filters]),
             )
         )
-        options: dict[str, Any] = {
+        options: ProcessorOptions = {
             "states": states,
             "repository": self.repository,
             "catch_up": self._catch_up,

@@ -4,6 +4,7 @@ from trio_wow.dispatch._command import CommandDispatcher as CommandDispatcher
 from trio_wow.dispatch._command import conflict_retry as conflict_retry
 from trio_wow.dispatch._dispatcher import MessageDispatcher as MessageDispatcher
 from trio_wow.dispatch._event import EventDispatcher as EventDispatcher
+from trio_wow.dispatch._event import ProcessorOptions as ProcessorOptions
 from trio_wow.dispatch._event import ProjectionDispatcher as ProjectionDispatcher
 from trio_wow.dispatch._event import SagaDispatcher as SagaDispatcher
 from trio_wow.dispatch._filters import Filter as Filter
@@ -35,6 +36,7 @@ __all__ = [
     "MessageDispatcher",
     "Outcome",
     "ProcessorDispatcher",
+    "ProcessorOptions",
     "ProjectionDispatcher",
     "Retry",
     "SagaDispatcher",

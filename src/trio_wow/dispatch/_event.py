@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import trio
 
@@ -20,7 +20,7 @@ from trio_wow.eventsourcing import AggregateRepository, FailureRecorder, LoadedA
 from trio_wow.messages import AggregateId, DomainEvent, DomainEventStream, StateEvent
 from trio_wow.runtime import RuntimeContext
 
-__all__ = ["EventDispatcher", "ProjectionDispatcher", "SagaDispatcher"]
+__all__ = ["EventDispatcher", "ProcessorOptions", "ProjectionDispatcher", "SagaDispatcher"]
 
 REBUILT = 1_000
 """Aggregates whose states are kept while the store is read, so that the next version costs only its own events."""
@@ -73,6 +73,19 @@ class _StateEventChild(ProcessorDispatcher[StateEvent[Any]]):
         return f"state/{call.function.name}"
 
 
+class ProcessorOptions(TypedDict, total=False):
+    """The keyword arguments of `EventDispatcher`."""
+
+    states: StateEventBus | None
+    repository: AggregateRepository | None
+    catch_up: CatchUp | None
+    filters: FilterChain | None
+    function_filters: FilterChain | None
+    failures: FailureRecorder | None
+    ack_on_unrecorded_failure: bool
+    name: str | None
+
+
 class EventDispatcher:
     """Runs the functions of event processors, in order per aggregate and in parallel across them.
 
@@ -91,10 +104,11 @@ class EventDispatcher:
         function_filters: around each attempt to call a function; by default `Retry()`.
         failures: is told of what has failed for good; by default a `LoggingFailureRecorder`.
         ack_on_unrecorded_failure: whether a message is acknowledged although nobody keeps its failure but a log.
-        name: the component and its consumer group.
+        name: the component and its consumer group; by default `default_name`.
     """
 
     kind = ProcessorKind.EVENT
+    default_name = "event-dispatcher"
 
     def __init__(
         self,
@@ -108,9 +122,9 @@ class EventDispatcher:
         function_filters: FilterChain | None = None,
         failures: FailureRecorder | None = None,
         ack_on_unrecorded_failure: bool = True,
-        name: str = "event-dispatcher",
+        name: str | None = None,
     ) -> None:
-        self.name = name
+        self.name = name if name is not None else self.default_name
         self.filters = filters if filters is not None else FilterChain()
         self.function_filters = function_filters if function_filters is not None else FilterChain([Retry()])
         self._registry = registry
@@ -216,11 +230,7 @@ class ProjectionDispatcher(EventDispatcher):
     """An `EventDispatcher` for projections."""
 
     kind = ProcessorKind.PROJECTION
-
-    def __init__(
-        self, registry: FunctionRegistry, events: DomainEventBus, *, name: str = "projection-dispatcher", **options: Any
-    ) -> None:
-        super().__init__(registry, events, name=name, **options)
+    default_name = "projection-dispatcher"
 
 
 class SagaDispatcher(EventDispatcher):
@@ -232,7 +242,6 @@ class SagaDispatcher(EventDispatcher):
         commands: where commands go.
         results: tells how commands end; `None` for a command bus that survives the process.
         max_hops: how many of sagas' commands may follow one another; a positive int.
-        name: the component and its consumer group.
         options: as for `EventDispatcher`.
 
     Raises:
@@ -240,6 +249,7 @@ class SagaDispatcher(EventDispatcher):
     """
 
     kind = ProcessorKind.SAGA
+    default_name = "saga-dispatcher"
 
     def __init__(
         self,
@@ -249,8 +259,7 @@ class SagaDispatcher(EventDispatcher):
         *,
         results: CommandResults | None = None,
         max_hops: int = MAX_HOPS,
-        name: str = "saga-dispatcher",
-        **options: Any,
+        **options: Unpack[ProcessorOptions],
     ) -> None:
-        super().__init__(registry, events, name=name, **options)
+        super().__init__(registry, events, **options)
         self._sender = SagaSender(registry.domain, commands, results, max_hops=max_hops)
