@@ -120,6 +120,27 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def shown_on_terminal(*arguments: str, cwd: Path, columns: int) -> str:
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, *COMMAND, *arguments],
+        stdout=theirs,
+        stderr=subprocess.PIPE,
+        cwd=cwd,
+        env=environment(TERM="xterm-256color", COLUMNS=str(columns)),
+    ) as process:
+        os.close(theirs)
+        shown = b""
+        try:
+            while block := os.read(ours, 4096):
+                shown += block
+        except OSError:
+            pass  # how Linux says that the other end has been closed
+        os.close(ours)
+        assert process.wait() == 0
+    return shown.decode()
+
+
 def trio_wow(*arguments: str, cwd: Path, env: Mapping[str, str] | None = None) -> tuple[int, str, str]:
     done = subprocess.run(
         [sys.executable, *COMMAND, *arguments],
@@ -481,24 +502,7 @@ class TestEvents:
 
     @pytest.mark.parametrize("columns", [80, 20])
     def test_a_terminal_gets_a_table_that_cuts_nothing(self, history: Path, columns: int) -> None:
-        ours, theirs = pty.openpty()
-        with subprocess.Popen(
-            [sys.executable, *COMMAND, "events", "shop_history:app", "shop.door", "front"],
-            stdout=theirs,
-            stderr=subprocess.PIPE,
-            cwd=history,
-            env=environment(TERM="xterm-256color", COLUMNS=str(columns)),
-        ) as process:
-            os.close(theirs)
-            shown = b""
-            try:
-                while block := os.read(ours, 4096):
-                    shown += block
-            except OSError:
-                pass  # how Linux says that the other end has been closed
-            os.close(ours)
-            assert process.wait() == 0
-        text = shown.decode()
+        text = shown_on_terminal("events", "shop_history:app", "shop.door", "front", cwd=history, columns=columns)
         assert ("─" in text) is (columns == 80)  # a narrow one would show next to nothing
         assert text.count("a") >= 300
         assert "[red]b[/red]" in text
@@ -616,20 +620,7 @@ class TestFailures:
         assert not (failed / "failures.db-wal").exists()  # the store has been closed
 
     def test_a_terminal_gets_a_table(self, failed: Path) -> None:
-        ours, theirs = pty.openpty()
-        command = [sys.executable, *COMMAND, "failures", "shop_failures:app"]
-        variables = environment(TERM="xterm-256color", COLUMNS="140")
-        with subprocess.Popen(command, stdout=theirs, stderr=subprocess.PIPE, cwd=failed, env=variables) as process:
-            os.close(theirs)
-            shown = b""
-            try:
-                while block := os.read(ours, 4096):
-                    shown += block
-            except OSError:
-                pass  # how Linux says that the other end has been closed
-            os.close(ours)
-            assert process.wait() == 0
-        text = shown.decode()
+        text = shown_on_terminal("failures", "shop_failures:app", cwd=failed, columns=140)
         assert "─" in text
         assert len(re.findall(r"\b[0-9a-f]{32}\b", text)) == 3  # to be copied
         assert "\x1b[31m" not in text
