@@ -5,7 +5,9 @@ from collections.abc import Mapping, Sequence
 
 __all__ = [
     "AdmissionClosedError",
+    "AggregateDeletedError",
     "AggregateExistsError",
+    "AggregateNotDeletedError",
     "AggregateNotFoundError",
     "AggregateNotReadableError",
     "AggregateVersionError",
@@ -454,6 +456,34 @@ class AggregateExistsError(WowError):
 
     def __init__(self, aggregate_id: object, version: int) -> None:
         super().__init__(f"{aggregate_id} exists already, at version {version}; choose another ID")
+        self.aggregate_id = aggregate_id
+        self.version = version
+
+
+class AggregateDeletedError(WowError):
+    """A command is for an aggregate that is deleted. Nothing was stored.
+
+    Attributes:
+        aggregate_id: the aggregate.
+        version: the version that it has reached.
+    """
+
+    def __init__(self, aggregate_id: object, version: int) -> None:
+        super().__init__(f"{aggregate_id} is deleted, at version {version}; send RecoverAggregate first")
+        self.aggregate_id = aggregate_id
+        self.version = version
+
+
+class AggregateNotDeletedError(WowError):
+    """An aggregate is to be recovered that is not deleted. Nothing was stored.
+
+    Attributes:
+        aggregate_id: the aggregate.
+        version: the version that it has reached.
+    """
+
+    def __init__(self, aggregate_id: object, version: int) -> None:
+        super().__init__(f"{aggregate_id} is not deleted, at version {version}; there is nothing to recover")
         self.aggregate_id = aggregate_id
         self.version = version
 
