@@ -291,14 +291,18 @@ class UnroutableCommandError(WowError):
 
     Attributes:
         command_type: the command's class.
+        aggregate: the context and name of the aggregate that it names itself, and that is not registered; or `None`.
     """
 
-    def __init__(self, command_type: type) -> None:
+    def __init__(self, command_type: type, aggregate: str | None = None) -> None:
         super().__init__(
             f"no aggregate handles {command_type.__name__}; add an @on_command function for it "
             "and give its aggregate to the Domain"
+            if aggregate is None
+            else f"{command_type.__name__} names the aggregate {aggregate!r}, which the Domain has not; give it to it"
         )
         self.command_type = command_type
+        self.aggregate = aggregate
 
 
 class NoSubscriberError(WowError):

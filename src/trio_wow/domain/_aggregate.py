@@ -77,7 +77,7 @@ class DeleteAggregate(_AnyAggregateCommand):
 @message_type("wow.recover_aggregate")
 @frozen
 class RecoverAggregate(_AnyAggregateCommand):
-    """Recover a deleted aggregate. Every aggregate understands it, as `DeleteAggregate`, and has the same attributes."""
+    """Recover a deleted aggregate. For the rest it is like `DeleteAggregate`, with the same attributes."""
 
 
 ANY_AGGREGATE_COMMANDS: tuple[type[_AnyAggregateCommand], ...] = (DeleteAggregate, RecoverAggregate)
@@ -218,9 +218,9 @@ class AggregateModel:
             AggregateDeletedError: it is deleted, and the command does not recover it.
             AggregateNotDeletedError: it is to be recovered, and is not deleted.
         """
-        if not version and isinstance(command, ANY_AGGREGATE_COMMANDS):
+        if not version and type(command) in ANY_AGGREGATE_COMMANDS:
             raise AggregateNotFoundError(aggregate_id)
-        recovers = isinstance(command, RecoverAggregate)
+        recovers = type(command) is RecoverAggregate
         if deleted and not recovers:
             raise AggregateDeletedError(aggregate_id, version)
         if recovers and not deleted:
@@ -317,7 +317,7 @@ def _check_state(cls: type, *, has_snapshots: bool) -> None:
 
 
 def _always(event: object) -> Callable[..., object]:
-    return lambda state, command: event
+    return lambda _state, _command: event
 
 
 def _check_command(command: type, where: str) -> None:

@@ -107,12 +107,15 @@ class Domain:
             SerializationError: JSON cannot hold one of its values.
             ValueError: `expected_version` is no version.
         """
-        if isinstance(command, ANY_AGGREGATE_COMMANDS):
+        names_aggregate = type(command) in ANY_AGGREGATE_COMMANDS
+        if names_aggregate:
             model = self._by_name.get((command.context, command.aggregate))
         else:
             model = self._by_command.get(type(command))
         if model is None:
-            raise UnroutableCommandError(type(command))
+            raise UnroutableCommandError(
+                type(command), f"{command.context}.{command.aggregate}" if names_aggregate else None
+            )
         aggregate_id = model.aggregate_id(command.id, tenant)
         body = self.serializer.copy(command)
         message = CommandMessage(
