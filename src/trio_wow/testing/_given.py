@@ -66,7 +66,7 @@ class AggregateCase:
                 runtime to test.
         """
         self._raise_unexpected()
-        if isinstance(command, DeleteAggregate | RecoverAggregate):
+        if type(command) in (DeleteAggregate, RecoverAggregate):
             if (command.context, command.aggregate) != (self._model.context, self._model.name):
                 raise ValueError(f"the command is for {command.context}.{command.aggregate}, not for {self._model!r}")
         elif type(command) not in self._model.commands:
@@ -77,10 +77,8 @@ class AggregateCase:
         state = self._rebuild()
         try:
             function = self._model.command_function(type(command))
-            self._model.check_life(
-                command, self._model.aggregate_id(self._id), len(self._history), deleted=self.deleted
-            )
             message = CommandMessage(aggregate_id=self._model.aggregate_id(self._id), body=command)
+            self._model.check_life(command, message.aggregate_id, len(self._history), deleted=self.deleted)
             decided = function.call(state, command, **self._registry.command_arguments(function).of(message))
             if isawaitable(decided):
                 decided = _run_without_waiting(decided, command)
