@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from attrs import define, frozen
+from attrs import define, evolve, frozen
 
 from trio_wow import (
     AggregateDeleted,
@@ -31,10 +31,11 @@ from trio_wow.errors import (
     AggregateNotDeletedError,
     AggregateNotFoundError,
     CommandRejectedError,
+    ConfigurationError,
     UnroutableCommandError,
 )
-from trio_wow.eventsourcing import AggregateRepository, InMemoryEventStore, InMemorySnapshotStore
-from trio_wow.messages import AggregateId, CommandResult
+from trio_wow.eventsourcing import InMemoryEventStore
+from trio_wow.messages import AggregateId, CommandResult, DomainEventStream
 from trio_wow.testing import given
 
 
@@ -209,19 +210,67 @@ async def test_processors_and_states_tell_of_it() -> None:
     assert states == [(1, True), (2, False)]
 
 
-async def test_no_snapshot_is_taken_of_a_deleted_version() -> None:
+async def test_no_snapshot_is_taken_of_a_deleted_version(tmp_path: Path) -> None:
     domain = Domain([Aircraft])
-    store, snapshots = InMemoryEventStore(domain.serializer), InMemorySnapshotStore()
-    repository = AggregateRepository(domain, store, snapshots)
-    app = App(domain, store=store)
-    async with serving(app) as gateway:
+    async with SqliteStore(tmp_path / "fleet.db", domain.serializer) as store:
+        app = App(domain, store=store)
+        async with serving(app) as gateway:
+            await gateway.send_and_wait(Log("a"))
+            await gateway.send_and_wait(DELETE)
+        snapshot = await store.load_snapshot(A)
+        assert snapshot is not None
+        assert snapshot.version == 1
+        loaded = await app.repository.load(A)
+        assert loaded.deleted
+        deleted = (await store.load(A))[-1]
+        with pytest.raises(ValueError, match="is deleted at version 2"):
+            await app.repository.take_snapshot(StateEvent(deleted, loaded.state, deleted=True))
+
+
+async def test_states_read_from_the_store_tell_of_it_too() -> None:
+    states: list[object] = []
+
+    @event_processor
+    class Watch:
+        @on_state_event
+        def state(self, event: StateEvent[Aircraft]) -> None:
+            states.append((event.version, event.deleted, event.routed().deleted))
+
+    domain = Domain([Aircraft])
+    store = InMemoryEventStore(domain.serializer)
+    async with serving(App(domain, store=store)) as gateway:
+        for command in (Log("a"), DELETE, RECOVER):
+            await gateway.send_and_wait(command)
+    async with serving(App(domain, [Watch()], store=store)):
+        pass
+    assert states == [(1, False, False), (2, True, True), (3, False, False)]
+
+
+class Rival(InMemoryEventStore):
+    """Deletes the aggregate just before the second stream is appended."""
+
+    async def append(self, stream: DomainEventStream) -> None:
+        if stream.version == 2 and stream.events == (Logged(),):
+            await super().append(evolve(stream, id="rival", request_id="rival", events=(AggregateDeleted(),)))
+        await super().append(stream)
+
+
+async def test_after_a_conflict_it_is_seen_that_another_writer_has_deleted() -> None:
+    domain = Domain([Aircraft])
+    async with serving(App(domain, store=Rival(domain.serializer))) as gateway:
         await gateway.send_and_wait(Log("a"))
-        await gateway.send_and_wait(DELETE)
-    kept = await store.load(A)
-    await repository.take_snapshot(StateEvent(kept[0], Aircraft("a", 1)))
-    with pytest.raises(ValueError, match="is deleted at version 2"):
-        await repository.take_snapshot(StateEvent(kept[1], Aircraft("a", 1), deleted=True))
-    assert (await repository.load(A)).deleted
+        assert code(await gateway.send_and_wait(Log("a"))) == "AggregateDeletedError"
+
+
+def test_a_state_beside_an_event_of_every_aggregate_is_refused_with_the_way_out() -> None:
+    @event_processor
+    class Watch:
+        @on_event
+        def deleted(self, event: AggregateDeleted, state: Aircraft) -> None: ...
+
+    App([Aircraft], [Watch()])
+    with pytest.raises(ConfigurationError, match=r"Pilot too; take DomainEvent\[AggregateDeleted\] without a state"):
+        App([Aircraft, Pilot], [Watch()])
 
 
 def test_two_aggregates_may_each_decide_and_an_unknown_one_is_told() -> None:
