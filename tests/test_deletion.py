@@ -20,6 +20,7 @@ from trio_wow import (
     aggregate,
     event_processor,
     on_command,
+    on_error,
     on_event,
     on_sourcing,
     on_state_event,
@@ -280,6 +281,31 @@ def test_two_aggregates_may_each_decide_and_an_unknown_one_is_told() -> None:
         domain.command_message(DELETE)
     with pytest.raises(TypeError, match="no aggregate"):
         DeleteAggregate.of(int, "a")
+
+
+async def test_error_functions_are_told_of_the_built_in_commands_too() -> None:
+    told: list[tuple[str, str]] = []
+
+    @aggregate(context="fleet")
+    @define
+    class Hangar:
+        id: str
+
+        @on_command
+        def log(self, command: Log) -> Logged:
+            return Logged()
+
+        @on_sourcing
+        def logged(self, event: Logged) -> None:
+            pass
+
+        @on_error
+        def failed(self, error: AggregateNotFoundError, command: DeleteAggregate) -> None:
+            told.append((command.aggregate, command.id))
+
+    async with serving(App([Hangar])) as gateway:
+        await gateway.send_and_wait(DeleteAggregate.of(Hangar, "h"))
+    assert told == [("hangar", "h")]
 
 
 def test_given_when_expect() -> None:
