@@ -14,7 +14,11 @@ from trio_wow.dispatch import EventDispatcher as EventDispatcher
 from trio_wow.dispatch import ProjectionDispatcher as ProjectionDispatcher
 from trio_wow.dispatch import SagaDispatcher as SagaDispatcher
 from trio_wow.dispatch import SnapshotDispatcher as SnapshotDispatcher
+from trio_wow.domain import AggregateDeleted as AggregateDeleted
+from trio_wow.domain import AggregateRecovered as AggregateRecovered
+from trio_wow.domain import DeleteAggregate as DeleteAggregate
 from trio_wow.domain import Domain as Domain
+from trio_wow.domain import RecoverAggregate as RecoverAggregate
 from trio_wow.domain import aggregate as aggregate
 from trio_wow.domain import event_processor as event_processor
 from trio_wow.domain import on_command as on_command
@@ -38,12 +42,15 @@ from trio_wow.messages import StateEvent as StateEvent
 from trio_wow.runtime import Runtime as Runtime
 
 __all__ = [
+    "AggregateDeleted",
     "AggregateId",
+    "AggregateRecovered",
     "App",
     "CommandDispatcher",
     "CommandGateway",
     "CommandRejectedError",
     "CommandResult",
+    "DeleteAggregate",
     "Domain",
     "DomainEvent",
     "EventDispatcher",
@@ -54,6 +61,7 @@ __all__ = [
     "InMemoryStateEventBus",
     "KeyedExecutor",
     "ProjectionDispatcher",
+    "RecoverAggregate",
     "Runtime",
     "SagaDispatcher",
     "Settings",

@@ -5,7 +5,9 @@ from collections.abc import Mapping, Sequence
 
 __all__ = [
     "AdmissionClosedError",
+    "AggregateDeletedError",
     "AggregateExistsError",
+    "AggregateNotDeletedError",
     "AggregateNotFoundError",
     "AggregateNotReadableError",
     "AggregateVersionError",
@@ -289,14 +291,18 @@ class UnroutableCommandError(WowError):
 
     Attributes:
         command_type: the command's class.
+        aggregate: the context and name of the aggregate that it names itself, and that is not registered; or `None`.
     """
 
-    def __init__(self, command_type: type) -> None:
+    def __init__(self, command_type: type, aggregate: str | None = None) -> None:
         super().__init__(
             f"no aggregate handles {command_type.__name__}; add an @on_command function for it "
             "and give its aggregate to the Domain"
+            if aggregate is None
+            else f"{command_type.__name__} names the aggregate {aggregate!r}, which the Domain has not; give it to it"
         )
         self.command_type = command_type
+        self.aggregate = aggregate
 
 
 class NoSubscriberError(WowError):
@@ -454,6 +460,34 @@ class AggregateExistsError(WowError):
 
     def __init__(self, aggregate_id: object, version: int) -> None:
         super().__init__(f"{aggregate_id} exists already, at version {version}; choose another ID")
+        self.aggregate_id = aggregate_id
+        self.version = version
+
+
+class AggregateDeletedError(WowError):
+    """A command is for an aggregate that is deleted. Nothing was stored.
+
+    Attributes:
+        aggregate_id: the aggregate.
+        version: the version that it has reached.
+    """
+
+    def __init__(self, aggregate_id: object, version: int) -> None:
+        super().__init__(f"{aggregate_id} is deleted, at version {version}; send RecoverAggregate first")
+        self.aggregate_id = aggregate_id
+        self.version = version
+
+
+class AggregateNotDeletedError(WowError):
+    """An aggregate is to be recovered that is not deleted. Nothing was stored.
+
+    Attributes:
+        aggregate_id: the aggregate.
+        version: the version that it has reached.
+    """
+
+    def __init__(self, aggregate_id: object, version: int) -> None:
+        super().__init__(f"{aggregate_id} is not deleted, at version {version}; there is nothing to recover")
         self.aggregate_id = aggregate_id
         self.version = version
 

@@ -12,7 +12,9 @@ from trio_wow.dispatch._results import CommandResults
 from trio_wow.domain import CommandFunction, Domain
 from trio_wow.errors import (
     AdmissionClosedError,
+    AggregateDeletedError,
     AggregateExistsError,
+    AggregateNotDeletedError,
     AggregateNotFoundError,
     AppendOutcomeUnknownError,
     CommandRejectedError,
@@ -153,6 +155,7 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
         message: CommandMessage = handling.message
         aggregate = await self._repository.load(message.aggregate_id)
         function = aggregate.model.command_function(type(message.body))
+        aggregate.model.check_life(message.body, message.aggregate_id, aggregate.version, deleted=aggregate.deleted)
         _check_version(message, function, aggregate.version)
         decided = await self._call(function, message, aggregate.state, message.body)
         events = aggregate.model.events_of(message.body, decided)
@@ -165,7 +168,7 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
             stored = await self._stored(message)
             if stored is None or stored.id != stream.id:
                 raise
-        return StateEvent(stream, aggregate.state)
+        return StateEvent(stream, aggregate.state, aggregate.deleted)
 
     async def _tell(self, message: CommandMessage, error: Exception) -> None:
         """Tell the aggregate, as it is stored, of a command that has failed."""
@@ -230,9 +233,19 @@ def _check_version(message: CommandMessage, function: CommandFunction, version: 
         raise ExpectedVersionError(message.aggregate_id, message.expected_version, version)
 
 
+_REFUSALS = (
+    CommandRejectedError,
+    AggregateDeletedError,
+    AggregateExistsError,
+    AggregateNotDeletedError,
+    AggregateNotFoundError,
+    ExpectedVersionError,
+)
+
+
 def _log_failure(message: CommandMessage, error: Exception) -> None:
     name = type(message.body).__name__
-    if isinstance(error, CommandRejectedError | AggregateExistsError | AggregateNotFoundError | ExpectedVersionError):
+    if isinstance(error, _REFUSALS):
         _log.debug("%s for %s was refused: %s", name, message.aggregate_id, error)
     elif isinstance(error, StoreError | VersionConflictError):  # no fault of the program
         _log.warning("%s for %s failed: %s", name, message.aggregate_id, error)

@@ -67,7 +67,7 @@ class _StateEventChild(ProcessorDispatcher[StateEvent[Any]]):
         self._rebuilt[aggregate_id] = loaded
         if len(self._rebuilt) > REBUILT:
             self._rebuilt.popitem(last=False)
-        return StateEvent(stream, deepcopy(loaded.state))
+        return StateEvent(stream, deepcopy(loaded.state), loaded.deleted)
 
     def role(self, call: Call, /) -> str:
         return f"state/{call.function.name}"

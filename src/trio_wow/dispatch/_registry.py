@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from attrs import frozen
 
 from trio_wow.domain import (
+    AggregateDeleted,
     AggregateModel,
+    AggregateRecovered,
     Arguments,
     CommandFunction,
     Domain,
@@ -170,9 +172,14 @@ class FunctionRegistry:
                     parameter.annotation.__name__
                 }
                 if others:
+                    way_out = (
+                        f"take DomainEvent[{cls.__name__}] without a state"
+                        if cls in (AggregateDeleted, AggregateRecovered)
+                        else "write a function for each aggregate"
+                    )
                     self._problems.append(
                         f"{where} takes {parameter.name}: {parameter.annotation.__name__}, but its events happen to "
-                        f"{', '.join(sorted(others))} too; write a function for each aggregate"
+                        f"{', '.join(sorted(others))} too; {way_out}"
                     )
         return publishers
 

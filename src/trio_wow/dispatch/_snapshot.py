@@ -18,6 +18,8 @@ _log = logging.getLogger("trio_wow.dispatch")
 class SnapshotDispatcher(MessageDispatcher[StateEvent[Any]]):
     """Takes a snapshot of each aggregate that has a `snapshot_every`, when its version is a multiple of that.
 
+    None of a version at which the aggregate is deleted.
+
     A snapshot that cannot be taken is logged: it costs time at the next loading, and nothing else.
 
     Args:
@@ -44,7 +46,7 @@ class SnapshotDispatcher(MessageDispatcher[StateEvent[Any]]):
     def wants(self, message: StateEvent[Any], /) -> bool:
         """See `MessageDispatcher.wants`."""
         every = self._domain.model_of(message.aggregate_id).snapshot_every
-        return every is not None and message.version % every == 0
+        return every is not None and not message.deleted and message.version % every == 0
 
     async def handle(self, handling: Handling, /) -> bool:
         """See the class."""

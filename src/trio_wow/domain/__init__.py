@@ -1,7 +1,11 @@
 """Aggregates and event processors: decorators, the models compiled from them, and the application's registry."""
 
+from trio_wow.domain._aggregate import AggregateDeleted as AggregateDeleted
 from trio_wow.domain._aggregate import AggregateModel as AggregateModel
+from trio_wow.domain._aggregate import AggregateRecovered as AggregateRecovered
 from trio_wow.domain._aggregate import CommandFunction as CommandFunction
+from trio_wow.domain._aggregate import DeleteAggregate as DeleteAggregate
+from trio_wow.domain._aggregate import RecoverAggregate as RecoverAggregate
 from trio_wow.domain._aggregate import aggregate as aggregate
 from trio_wow.domain._aggregate import aggregate_model as aggregate_model
 from trio_wow.domain._arguments import Arguments as Arguments
@@ -21,13 +25,17 @@ from trio_wow.domain._processor import projection as projection
 from trio_wow.domain._processor import saga as saga
 
 __all__ = [
+    "AggregateDeleted",
     "AggregateModel",
+    "AggregateRecovered",
     "Arguments",
     "CommandFunction",
+    "DeleteAggregate",
     "Domain",
     "MessageFunction",
     "ProcessorKind",
     "ProcessorModel",
+    "RecoverAggregate",
     "aggregate",
     "aggregate_model",
     "checked_services",

@@ -2,18 +2,86 @@
 
 import re
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import attrs
 from attrs import frozen
 
 from trio_wow.domain._functions import AGGREGATE, FunctionKind, Parameter, Source, message_functions
-from trio_wow.errors import UnsourcedEventError
-from trio_wow.messages import DEFAULT_TENANT, AggregateId, check_name
+from trio_wow.errors import (
+    AggregateDeletedError,
+    AggregateNotDeletedError,
+    AggregateNotFoundError,
+    UnsourcedEventError,
+)
+from trio_wow.messages import DEFAULT_TENANT, AggregateId, check_name, message_type
 
-__all__ = ["AggregateModel", "CommandFunction", "aggregate", "aggregate_model"]
+__all__ = [
+    "AggregateDeleted",
+    "AggregateModel",
+    "AggregateRecovered",
+    "CommandFunction",
+    "DeleteAggregate",
+    "RecoverAggregate",
+    "aggregate",
+    "aggregate_model",
+]
 
 C = TypeVar("C", bound=type)
+
+
+@message_type("wow.aggregate_deleted")
+@frozen
+class AggregateDeleted:
+    """An aggregate was deleted: until it is recovered it refuses every command but `RecoverAggregate`.
+
+    It can happen to every aggregate, also to one without a sourcing function for it.
+    """
+
+
+@message_type("wow.aggregate_recovered")
+@frozen
+class AggregateRecovered:
+    """A deleted aggregate is back, in the state that it had. It can happen to every aggregate."""
+
+
+@frozen
+class _AnyAggregateCommand:
+    context: str
+    aggregate: str
+    id: str
+
+    @classmethod
+    def of(cls, aggregate: type, id: str) -> Self:
+        """Return the command for one aggregate of a class.
+
+        Raises:
+            TypeError: the class is no aggregate.
+        """
+        model = aggregate_model(aggregate)
+        return cls(model.context, model.name, id)
+
+
+@message_type("wow.delete_aggregate")
+@frozen
+class DeleteAggregate(_AnyAggregateCommand):
+    """Delete an aggregate. Every aggregate understands it; an `@on_command` function of its own decides instead.
+
+    Attributes:
+        context: the bounded context's name.
+        aggregate: the aggregate's name in it.
+        id: the aggregate's ID.
+    """
+
+
+@message_type("wow.recover_aggregate")
+@frozen
+class RecoverAggregate(_AnyAggregateCommand):
+    """Recover a deleted aggregate. For the rest it is like `DeleteAggregate`, with the same attributes."""
+
+
+ANY_AGGREGATE_COMMANDS: tuple[type[_AnyAggregateCommand], ...] = (DeleteAggregate, RecoverAggregate)
+ANY_AGGREGATE_EVENTS: tuple[type, ...] = (AggregateDeleted, AggregateRecovered)
 
 
 @frozen
@@ -42,8 +110,8 @@ class AggregateModel:
         cls: the class, whose instances are the states.
         context: the bounded context's name.
         name: the aggregate's name in its context.
-        commands: the command classes it handles.
-        events: the event classes it is rebuilt from.
+        commands: the command classes that it has functions for.
+        events: the event classes that it has sourcing functions for.
         snapshot_every: versions from one snapshot to the next; `None` for no snapshots.
         revision: of the state's shape.
     """
@@ -87,7 +155,7 @@ class AggregateModel:
                     )
                 table[message] = call if function.kind is FunctionKind.SOURCING else command_function
         for message, functions in self._failed.items():
-            if message not in self._decide:
+            if message not in self._decide and message not in ANY_AGGREGATE_COMMANDS:
                 raise TypeError(
                     f"{functions[0].name} is told of failures of {message.__name__}, for which {cls.__name__} has no "
                     "@on_command function"
@@ -96,6 +164,9 @@ class AggregateModel:
             raise TypeError(f"{cls.__name__} has no @on_command function")
         self.commands = tuple(self._decide)
         self.events = tuple(self._source)
+        for message, event in zip(ANY_AGGREGATE_COMMANDS, ANY_AGGREGATE_EVENTS, strict=True):
+            built_in = CommandFunction(f"{cls.__name__}.{message.__name__}", _always(event()), ())
+            self._decide.setdefault(message, built_in)
 
     def __repr__(self) -> str:
         return f"<aggregate {self.context}.{self.name}: {self.cls.__name__}>"
@@ -109,7 +180,7 @@ class AggregateModel:
         return self.cls(id=id)
 
     def command_function(self, command: type) -> CommandFunction:
-        """Return the function that decides on a command.
+        """Return the function that decides on a command, be it the class's own or built in.
 
         Raises:
             KeyError: the class has none.
@@ -139,14 +210,36 @@ class AggregateModel:
                 )
         return events
 
+    def check_life(self, command: object, aggregate_id: AggregateId, version: int, *, deleted: bool) -> None:
+        """Refuse a command that an aggregate cannot have, since it is deleted, or not deleted, or does not exist.
+
+        Raises:
+            AggregateNotFoundError: it is to be deleted or recovered, and nothing has happened to it.
+            AggregateDeletedError: it is deleted, and the command does not recover it.
+            AggregateNotDeletedError: it is to be recovered, and is not deleted.
+        """
+        if not version and type(command) in ANY_AGGREGATE_COMMANDS:
+            raise AggregateNotFoundError(aggregate_id)
+        recovers = type(command) is RecoverAggregate
+        if deleted and not recovers:
+            raise AggregateDeletedError(aggregate_id, version)
+        if recovers and not deleted:
+            raise AggregateNotDeletedError(aggregate_id, version)
+
+    def deleted_after(self, event: object, deleted: bool) -> bool:
+        """Return whether an aggregate is deleted after an event, given whether it was before."""
+        return type(event) is AggregateDeleted or (deleted and type(event) is not AggregateRecovered)
+
     def apply(self, state: object, event: object) -> None:
-        """Change a state by an event.
+        """Change a state by an event. One that can happen to every aggregate changes nothing without a function.
 
         Raises:
             UnsourcedEventError: the class has no sourcing function for it.
         """
         self.check_sourced(event)
-        self._source[type(event)](state, event)
+        source = self._source.get(type(event))
+        if source is not None:
+            source(state, event)
 
     def check_sourced(self, event: object) -> None:
         """Refuse an event that could not change the state.
@@ -154,7 +247,7 @@ class AggregateModel:
         Raises:
             UnsourcedEventError: the class has no sourcing function for it.
         """
-        if type(event) not in self._source:
+        if type(event) not in self._source and type(event) not in ANY_AGGREGATE_EVENTS:
             raise UnsourcedEventError(self.cls.__name__, type(event))
 
 
@@ -221,6 +314,10 @@ def _check_state(cls: type, *, has_snapshots: bool) -> None:
             f"{cls.__name__} has snapshots, which would lose {', '.join(lost)}: they keep what __init__ takes; "
             "remove `init=False`, or compute it in a property, or remove `snapshot_every`"
         )
+
+
+def _always(event: object) -> Callable[..., object]:
+    return lambda _state, _command: event
 
 
 def _check_command(command: type, where: str) -> None:

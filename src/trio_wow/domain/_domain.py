@@ -6,7 +6,7 @@ from typing import Any
 from attrs import evolve
 from cattrs.preconf.orjson import OrjsonConverter
 
-from trio_wow.domain._aggregate import AggregateModel, aggregate_model
+from trio_wow.domain._aggregate import ANY_AGGREGATE_COMMANDS, ANY_AGGREGATE_EVENTS, AggregateModel, aggregate_model
 from trio_wow.errors import ConfigurationError, UnroutableCommandError
 from trio_wow.messages import DEFAULT_TENANT, AggregateId, CommandMessage, EventUpgrader, MessageTypes, Serializer
 
@@ -48,14 +48,16 @@ class Domain:
             if other is not model:
                 problems.append(f"{model!r} and {other!r} share a name; give one @aggregate(name=...)")
             for command in model.commands:
+                if command in ANY_AGGREGATE_COMMANDS:  # names its aggregate itself
+                    continue
                 other = self._by_command.setdefault(command, model)
                 if other is not model:
                     problems.append(
                         f"{command.__name__} is handled by {model!r} and {other!r}; a command has one aggregate"
                     )
-            for event in model.events:
+            for event in dict.fromkeys((*model.events, *ANY_AGGREGATE_EVENTS)):
                 self._by_event.setdefault(event, []).append(model)
-        types = MessageTypes([*self._by_command, *self._by_event])
+        types = MessageTypes([*self._by_command, *self._by_event, *ANY_AGGREGATE_COMMANDS, *ANY_AGGREGATE_EVENTS])
         problems += types.problems
         if problems:
             raise ConfigurationError(problems)
@@ -100,14 +102,20 @@ class Domain:
             expected_version: the version at which the aggregate must be; see `CommandMessage`.
 
         Raises:
-            UnroutableCommandError: no aggregate handles its class.
+            UnroutableCommandError: no aggregate handles its class, or the aggregate that it names is not registered.
             InvalidIdentifierError: its `id`, the request ID or the tenant is not legal.
             SerializationError: JSON cannot hold one of its values.
             ValueError: `expected_version` is no version.
         """
-        model = self._by_command.get(type(command))
+        names_aggregate = type(command) in ANY_AGGREGATE_COMMANDS
+        if names_aggregate:
+            model = self._by_name.get((command.context, command.aggregate))
+        else:
+            model = self._by_command.get(type(command))
         if model is None:
-            raise UnroutableCommandError(type(command))
+            raise UnroutableCommandError(
+                type(command), f"{command.context}.{command.aggregate}" if names_aggregate else None
+            )
         aggregate_id = model.aggregate_id(command.id, tenant)
         body = self.serializer.copy(command)
         message = CommandMessage(

@@ -130,6 +130,9 @@ def on_command(function: F | None = None, /, *, exists: bool | None = None) -> F
     and returns the event that follows, several in a list or tuple, or `None` for no event. It may be `async def`. To
     refuse, it raises. What it may take besides the command: `docs/dispatch.md`, "What a function takes".
 
+    While the aggregate is deleted it is called for `RecoverAggregate` only; one for that or for `DeleteAggregate`
+    decides instead of what is built in.
+
     Args:
         function: the method.
         exists: `True` refuses the command with `AggregateNotFoundError` while nothing has happened to the aggregate,

@@ -26,6 +26,7 @@ class LoadedAggregate:
         state: an instance of the aggregate's class.
         version: of the last stream applied; 0 when nothing has happened yet.
         serializer: the application's.
+        deleted: whether it is deleted.
     """
 
     id: AggregateId
@@ -33,6 +34,7 @@ class LoadedAggregate:
     state: Any
     version: int
     serializer: Serializer
+    deleted: bool = False
 
     def advance(self, command: CommandMessage, events: tuple[object, ...]) -> DomainEventStream:
         """Apply what was decided, and return it as the aggregate's next stream.
@@ -46,6 +48,7 @@ class LoadedAggregate:
             self.model.check_sourced(event)
             # A copy, as it will be loaded: what the state makes of it must not change what is stored.
             self.model.apply(self.state, self.serializer.copy(event))
+            self.deleted = self.model.deleted_after(event, self.deleted)
         self.version += 1
         return DomainEventStream(
             aggregate_id=self.id,
@@ -69,6 +72,7 @@ class LoadedAggregate:
             try:
                 for event in stream.events:
                     self.model.apply(self.state, event)
+                    self.deleted = self.model.deleted_after(event, self.deleted)
             except Exception as error:
                 raise AggregateNotReadableError(self.id, stream.version, error) from error
             self.version = stream.version
@@ -129,8 +133,14 @@ class AggregateRepository:
 
         Raises:
             SerializationError: JSON cannot hold the state.
+            ValueError: the aggregate is deleted; a snapshot always means that it is not.
             Exception: what the snapshot store raised.
         """
+        if event.deleted:
+            raise ValueError(
+                f"{event.aggregate_id} is deleted at version {event.version}; "
+                "take a snapshot of a version at which it is not"
+            )
         if self._snapshots is None:
             raise RuntimeError("this repository has no snapshot store; give it one")
         revision = self._domain.model_of(event.aggregate_id).revision

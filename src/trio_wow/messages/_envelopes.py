@@ -186,10 +186,12 @@ class StateEvent(Generic[S_co]):
         stream: the events that led to the state.
         state: an instance of the aggregate's class; a copy for this route. Read it, do not change it: the functions
             that handle one state event share it.
+        deleted: whether the aggregate is deleted after the stream.
     """
 
     stream: DomainEventStream
     state: S_co
+    deleted: bool = False
 
     @property
     def aggregate_id(self) -> AggregateId:
@@ -211,4 +213,4 @@ class StateEvent(Generic[S_co]):
 
     def routed(self) -> "StateEvent[S_co]":
         """Return a copy for one route: with headers and a state of its own."""
-        return StateEvent(self.stream.routed(), deepcopy(self.state))
+        return StateEvent(self.stream.routed(), deepcopy(self.state), self.deleted)

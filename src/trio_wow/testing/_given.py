@@ -7,7 +7,7 @@ from typing import Any
 import trio
 
 from trio_wow.dispatch import FunctionRegistry
-from trio_wow.domain import AggregateModel, Domain, aggregate_model
+from trio_wow.domain import AggregateModel, DeleteAggregate, Domain, RecoverAggregate, aggregate_model
 from trio_wow.messages import CommandMessage
 
 __all__ = ["AggregateCase", "given"]
@@ -38,6 +38,7 @@ class AggregateCase:
 
     Attributes:
         state: the aggregate's present state.
+        deleted: whether it is deleted.
     """
 
     def __init__(
@@ -65,7 +66,10 @@ class AggregateCase:
                 runtime to test.
         """
         self._raise_unexpected()
-        if type(command) not in self._model.commands:
+        if type(command) in (DeleteAggregate, RecoverAggregate):
+            if (command.context, command.aggregate) != (self._model.context, self._model.name):
+                raise ValueError(f"the command is for {command.context}.{command.aggregate}, not for {self._model!r}")
+        elif type(command) not in self._model.commands:
             raise TypeError(f"{self._model.cls.__name__} has no @on_command function for {type(command).__name__}")
         if command.id != self._id:
             raise ValueError(f"the command is for {command.id!r}, not for {self._id!r}")
@@ -74,6 +78,7 @@ class AggregateCase:
         try:
             function = self._model.command_function(type(command))
             message = CommandMessage(aggregate_id=self._model.aggregate_id(self._id), body=command)
+            self._model.check_life(command, message.aggregate_id, len(self._history), deleted=self.deleted)
             decided = function.call(state, command, **self._registry.command_arguments(function).of(message))
             if isawaitable(decided):
                 decided = _run_without_waiting(decided, command)
@@ -122,8 +127,10 @@ class AggregateCase:
 
     def _rebuild(self) -> Any:
         state = self._model.new_state(self._id)
+        self.deleted = False
         for event in self._history:
             self._apply(state, event)
+            self.deleted = self._model.deleted_after(event, self.deleted)
         return state
 
     def _apply(self, state: Any, event: object) -> None:
