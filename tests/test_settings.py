@@ -21,12 +21,13 @@ GOOD = """
 workers = 2
 max-in-flight = 20
 throughput = 3
+blocking_calls = "warn"
 [shutdown]
 timeout = 7
 quiet_period = 0.5
 """
 FROM_FILE = Settings(
-    dispatch=DispatchSettings(workers=2, max_in_flight=20, throughput=3),
+    dispatch=DispatchSettings(workers=2, max_in_flight=20, throughput=3, blocking_calls="warn"),
     shutdown=ShutdownSettings(timeout=7, quiet_period=0.5),
 )
 
@@ -72,7 +73,7 @@ def file(tmp_path: Path) -> Path:
 def test_nothing_needs_to_be_configured() -> None:
     assert load_settings() == Settings()
     assert attrs.asdict(Settings()) == {
-        "dispatch": {"workers": None, "max_in_flight": 256, "throughput": 16},
+        "dispatch": {"workers": None, "max_in_flight": 256, "throughput": 16, "blocking_calls": "allow"},
         "shutdown": {"timeout": 60.0, "quiet_period": None},
     }
 
@@ -95,7 +96,7 @@ def test_an_argument_beats_a_variable_which_beats_the_file(file: Path, monkeypat
     monkeypatch.setenv("WOW_DISPATCH_WORKERS", "3")
     monkeypatch.setenv("WOW_DISPATCH_MAX_IN_FLIGHT", "30")
     settings = load_settings(file=file, arguments={"dispatch.workers": 4})
-    assert settings.dispatch == DispatchSettings(workers=4, max_in_flight=30, throughput=3)
+    assert settings.dispatch == DispatchSettings(workers=4, max_in_flight=30, throughput=3, blocking_calls="warn")
 
 
 def test_every_setting_has_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,6 +104,7 @@ def test_every_setting_has_its_variable(monkeypatch: pytest.MonkeyPatch) -> None
         "WOW_DISPATCH_WORKERS": "2",
         "WOW_DISPATCH_MAX_IN_FLIGHT": "20",
         "WOW_DISPATCH_THROUGHPUT": "3",
+        "WOW_DISPATCH_BLOCKING_CALLS": "Warn",
         "WOW_SHUTDOWN_TIMEOUT": "7",
         "WOW_SHUTDOWN_QUIET_PERIOD": "0.5",
     }.items():
@@ -144,6 +146,8 @@ BAD: list[tuple[str, str, str]] = [
     ("dispatch.max_in_flight", "-1", "must be a positive int"),
     ("dispatch.max_in_flight", "none", "must be a positive int"),
     ("dispatch.throughput", "1.5", "must be a positive int"),
+    ("dispatch.blocking_calls", "never", "must be one of allow, warn, raise"),
+    ("dispatch.blocking_calls", "none", "must be one of allow, warn, raise"),
     ("shutdown.timeout", "0", "must be a positive, finite number of seconds"),
     ("shutdown.timeout", "inf", "must be a positive, finite number of seconds"),
     ("shutdown.timeout", "nan", "must be a positive, finite number of seconds"),
@@ -182,6 +186,8 @@ def test_a_bad_argument_is_named_with_what_is_legal(setting: str, value: str, ru
         ("dispatch.workers", "true", True),
         ("dispatch.workers", "'4'", "4"),
         ("dispatch.throughput", "2.0", 2.0),
+        ("dispatch.blocking_calls", "['warn']", ["warn"]),
+        ("dispatch.blocking_calls", "true", True),
         ("shutdown.timeout", "inf", float("inf")),
         ("shutdown.timeout", "[1]", [1]),
         ("shutdown.quiet_period", "60", 60),
@@ -239,7 +245,7 @@ def test_an_unknown_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("WOW_ELSEWHERE", "fine")
     load_settings()
     monkeypatch.setenv("WOW_DISPATCH_WORKER", "3")
-    with pytest.raises(SettingsError, match=r"WOW_DISPATCH_WORKER = '3' .* there are WOW_DISPATCH_MAX_IN_FLIGHT, "):
+    with pytest.raises(SettingsError, match=r"WOW_DISPATCH_WORKER = '3' .* there are WOW_DISPATCH_BLOCKING_CALLS, "):
         load_settings()
 
 
@@ -312,8 +318,8 @@ class TestApp:
         app.runtime()
         app.runtime(settings=Settings())
         assert made == [
-            {"workers": 2, "max_in_flight": 20, "throughput": 3},
-            {"workers": None, "max_in_flight": 256, "throughput": 16},
+            {"workers": 2, "max_in_flight": 20, "throughput": 3, "blocking_calls": "warn"},
+            {"workers": None, "max_in_flight": 256, "throughput": 16, "blocking_calls": "allow"},
         ]
         app.runtime(executor=KeyedExecutor(workers=1))
         assert len(made) == 3

@@ -14,7 +14,7 @@ from pathlib import Path
 from time import perf_counter
 
 import trio
-from attrs import asdict, frozen
+from attrs import evolve, frozen
 
 from fleet_check import DETAILED, FleetCheck, FlightList
 from fleet_domain import (
@@ -206,8 +206,8 @@ async def replay(path: Path, total: int, store_path: Path | None, console: Conso
     async with open_store(store_path, domain.serializer) as store:
         app = App(domain, [views.carriers, views.airports, views.aircraft, Maintenance()], store=store)
         # No quiet period: what an operation causes takes its lease first, so when none is held nothing is to come.
-        executor = KeyedExecutor(**asdict(app.settings.dispatch), blocking_calls="raise")
-        runtime = app.runtime(executor=executor, shutdown_quiet_period=0)
+        strict = evolve(app.settings, dispatch=evolve(app.settings.dispatch, blocking_calls="raise"))
+        runtime = app.runtime(settings=strict, shutdown_quiet_period=0)
         forced = stopped_early = False
         started = perf_counter()
         with closing(read_flights(path)) as flights:

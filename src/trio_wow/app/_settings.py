@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from attrs import Attribute, field, frozen
 from attrs.validators import instance_of
@@ -62,11 +62,29 @@ class _Legal:
         return type(value) in (int, self.number) and self.holds(value)  # type: ignore[arg-type]
 
 
+@frozen
+class _Choice:
+    """A setting that is one of some words."""
+
+    words: tuple[str, ...]
+
+    @property
+    def rule(self) -> str:
+        return f"must be one of {', '.join(self.words)}"
+
+    def parse(self, text: str) -> object:
+        return text.lower()
+
+    def allows(self, value: object) -> bool:
+        return value in self.words
+
+
 _COUNT = partial(_Legal, int, lambda value: value >= 1, "a positive int")
-_LEGAL: dict[str, _Legal] = {
+_LEGAL: dict[str, _Legal | _Choice] = {
     "dispatch.workers": _COUNT(none="the CPUs that the process may use"),
     "dispatch.max_in_flight": _COUNT(),
     "dispatch.throughput": _COUNT(),
+    "dispatch.blocking_calls": _Choice(("allow", "warn", "raise")),
     "shutdown.timeout": _Legal(float, lambda value: 0 < value <= MAX, "a positive, finite number of seconds"),
     "shutdown.quiet_period": _Legal(
         float,
@@ -108,6 +126,7 @@ class DispatchSettings:
         workers: how many handlers may compute at once; a positive int, or `None` for the CPUs that the process may use.
         max_in_flight: messages that one receiver may hold unfinished; a positive int.
         throughput: messages of one aggregate handled in a row; a positive int.
+        blocking_calls: what to do about functions that block the event loop: "allow", "warn" or "raise".
 
     Raises:
         SettingsError: a value is not legal.
@@ -116,6 +135,9 @@ class DispatchSettings:
     workers: int | None = field(default=None, validator=_legal("dispatch.workers"))
     max_in_flight: int = field(default=256, validator=_legal("dispatch.max_in_flight"))
     throughput: int = field(default=16, validator=_legal("dispatch.throughput"))
+    blocking_calls: Literal["allow", "warn", "raise"] = field(
+        default="allow", validator=_legal("dispatch.blocking_calls")
+    )
 
 
 @frozen(kw_only=True)
@@ -220,6 +242,7 @@ def _assembled(sections: Mapping[str, Mapping[str, Any]], sources: Mapping[str, 
                 "workers": dispatch.workers,
                 "max_in_flight": dispatch.max_in_flight,
                 "throughput": dispatch.throughput,
+                "blocking_calls": dispatch.blocking_calls,
                 **sections["dispatch"],
             }
         ),

@@ -39,6 +39,7 @@ OPTIONS = {
     "workers": "dispatch.workers",
     "max_in_flight": "dispatch.max_in_flight",
     "throughput": "dispatch.throughput",
+    "blocking_calls": "dispatch.blocking_calls",
     "shutdown_timeout": "shutdown.timeout",
     "shutdown_quiet_period": "shutdown.quiet_period",
 }
@@ -73,6 +74,7 @@ def cli() -> None:
 @_setting("workers", "N|none", "Handlers that may compute at once; none for the CPUs of the process.")
 @_setting("max-in-flight", "N", "Messages that one receiver may hold unfinished.")
 @_setting("throughput", "N", "Messages of one aggregate handled in a row.")
+@_setting("blocking-calls", "allow|warn|raise", "When a function blocks the event loop, by time.sleep and the like.")
 @_setting("shutdown-timeout", "SECONDS", "From the stop request until what still runs is cancelled.")
 @_setting("shutdown-quiet-period", "SECONDS|none", "Without any running operation before the stop goes on.")
 @click.option(

@@ -1,5 +1,6 @@
 """Keyed execution: items of one key in order, different keys in parallel. Knows nothing of messages."""
 
+from trio_wow.execution._blocking import running_function as running_function
 from trio_wow.execution._errors import split_cancelled as split_cancelled
 from trio_wow.execution._executor import KeyedExecutor as KeyedExecutor
 from trio_wow.execution._leaks import no_leaked_scope as no_leaked_scope
@@ -27,5 +28,6 @@ __all__ = [
     "is_async",
     "no_leaked_scope",
     "refuse_awaitable",
+    "running_function",
     "split_cancelled",
 ]

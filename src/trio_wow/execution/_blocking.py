@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache, wraps
 from threading import RLock, get_ident
 from types import ModuleType, coroutine
@@ -19,7 +20,10 @@ from trio_wow.errors import BlockingCallError, BlockingCallWarning
 from trio_wow.execution._lane import run_async, run_plain
 from trio_wow.execution._mailbox import Mailbox
 
-__all__ = ["BlockingCallGuard"]
+__all__ = ["BlockingCallGuard", "running_function"]
+
+running_function: ContextVar[str | None] = ContextVar("trio_wow_running_function", default=None)
+"""The name of the function that a handler calls for somebody else: that is the one to look at, not the handler."""
 
 _EVENTS = frozenset({"sqlite3.connect", "subprocess.Popen", "time.sleep"})  # the last one from Python 3.13 on
 
@@ -67,7 +71,7 @@ class BlockingCallGuard:
         mode: "raise" raises `BlockingCallError` in place of the call. "warn" warns with `BlockingCallWarning`, each
             time, at the innermost line outside the standard library; then it makes the call, unless the filters have
             made the warning an error.
-        handler: the handler's name.
+        handler: the handler's name; `running_function` goes before it.
     """
 
     __slots__ = ("_handler", "_mailbox", "_mode", "_thread")
@@ -139,14 +143,15 @@ def _reported(guard: BlockingCallGuard, call: str) -> Iterator[None]:
     """Report a call, and let it go on unguarded: the layers below are the same call."""
     mailbox: Any = guard._mailbox
     guard._mailbox = None
+    handler = running_function.get() or guard._handler
     try:
         if guard._mode == "raise":
-            raise BlockingCallError(guard._handler, mailbox.key, call)
+            raise BlockingCallError(handler, mailbox.key, call)
         frame = sys._getframe()
         while frame.f_back is not None and _is_library(frame.f_globals.get("__name__")):
             frame = frame.f_back
         # Without a registry, which would keep the text of every key.
-        warning = BlockingCallWarning(guard._handler, mailbox.key, call)
+        warning = BlockingCallWarning(handler, mailbox.key, call)
         warnings.warn_explicit(warning, None, frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__"))
         yield
     finally:
