@@ -577,7 +577,7 @@ from trio_wow.messages import AggregateId
 from shop import App, domain
 
 store = SqliteStore("failures.db", domain.serializer)
-app = App(domain, store=store)
+app = App(domain, store=store, failures=store)
 
 async def fill():
     async with store:
@@ -672,7 +672,7 @@ class TestFailures:
             "\\x1b[31m\\x9bé",
         ]
         assert failures(failed, "--resolve", id) == (0, f"resolved {id}\n", "")
-        gone = f"there is no open failure '{id}' in the store of shop_failures:app"
+        gone = f"there is no open failure '{id}' of shop_failures:app"
         for option in ("--resolve", "--show"):
             code, output, errors = failures(failed, option, id)
             assert (code, output, one_line(errors)) == (1, "", gone)
@@ -691,11 +691,11 @@ class TestFailures:
         assert "exclude one another" in errors
         assert failures(failed, "--limit", "0")[0] == 2
 
-    def test_a_store_that_keeps_none_is_one_line(self, folder: Path) -> None:
+    def test_an_application_that_keeps_none_is_one_line(self, folder: Path) -> None:
         code, output, errors = trio_wow("failures", "shop:app", cwd=folder)
         assert (code, output) == (2, "")
         assert one_line(errors) == (
-            "the store of shop:app keeps no failures; use one that is a FailureStore, such as SqliteStore"
+            "shop:app keeps no failures; give its App a FailureStore, such as SqliteStore, as `failures`"
         )
 
     def test_a_store_that_cannot_be_read_is_one_line(self, failed: Path) -> None:

@@ -1,5 +1,6 @@
 """What functions handle and take, what is tried again, and what becomes of what fails for good."""
 
+import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from itertools import islice, repeat
@@ -28,6 +29,7 @@ from trio_wow import (
     projection,
     saga,
 )
+from trio_wow.app import DispatchSettings, Settings
 from trio_wow.buses import InMemoryCommandBus, InMemoryDomainEventBus, MessageExchange
 from trio_wow.dispatch import (
     CatchUp,
@@ -50,7 +52,7 @@ from trio_wow.errors import (
     StoreLockedError,
     VersionConflictError,
 )
-from trio_wow.eventsourcing import FailedExecution, InMemoryEventStore, Recording
+from trio_wow.eventsourcing import FailedExecution, InMemoryEventStore, InMemoryFailureStore, Recording
 from trio_wow.execution import KeyedExecutor
 from trio_wow.messages import AggregateId, CommandMessage, CommandResult, DomainEventStream
 from trio_wow.runtime import Runtime, RuntimeContext
@@ -400,7 +402,7 @@ class TestPublication:
         assert steps.of == {"a": [7]}
         assert decided == ["Chain.step"]
 
-    async def test_one_that_can_never_succeed_is_logged_and_the_command_ends(
+    async def test_one_that_can_never_succeed_is_told_and_the_command_ends(
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
         class TooSmall(InMemoryDomainEventBus):
@@ -417,8 +419,59 @@ class TestPublication:
             assert (await gateway.send_and_wait(Step("a"))).version == 1
             runtime.request_stop()
         (record,) = caplog.records
-        assert record.getMessage() == "version 1 of chains.chain/a is stored but can never be published"
+        assert record.getMessage().startswith(
+            "command-dispatcher/publication failed on version 1 of chains.chain/a, after 1 attempt: "
+            "SerializationError: too large for this bus\n"
+        )
         assert len(await store.read_all(0, 9)) == 1
+
+
+@frozen
+class Nap:
+    id: str
+
+
+@frozen
+class Napped:
+    pass
+
+
+@aggregate(context="sleepers")
+@define
+class Sleeper:
+    id: str
+
+    @on_command
+    async def nap(self, command: Nap) -> Napped:
+        if command.id == "deciding":
+            await trio.lowlevel.checkpoint()
+            time.sleep(0)  # noqa: ASYNC251 - what is refused
+        return Napped()
+
+    @on_sourcing
+    def napped(self, event: Napped) -> None:
+        pass
+
+
+@event_processor
+class Snores:
+    @on_event
+    def napped(self, event: Napped) -> None:
+        time.sleep(0)
+
+
+class TestBlockingCalls:
+    async def test_k13_the_function_is_named_and_not_the_dispatcher(self) -> None:
+        failures = InMemoryFailureStore()
+        settings = Settings(dispatch=DispatchSettings(blocking_calls="raise"))
+        app = App([Sleeper], [Snores()], failures=failures, settings=settings)
+        async with app.serving() as gateway:
+            refused = await gateway.send_and_wait(Nap("deciding"))
+            assert refused.error is not None
+            assert refused.error.text.startswith("handler Sleeper.nap called time.sleep")
+            await gateway.send_and_wait(Nap("a"))
+        (failure,) = await failures.failures()
+        assert failure.text.startswith("handler Snores.napped called time.sleep")
 
 
 class TestErrorFunctions:

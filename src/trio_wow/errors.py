@@ -22,6 +22,7 @@ __all__ = [
     "DuplicateRequestIdError",
     "ExecutorClosedError",
     "ExpectedVersionError",
+    "FailureNotRetryableError",
     "HandlerExitError",
     "HopLimitError",
     "InvalidIdentifierError",
@@ -111,7 +112,7 @@ class CancelScopeLeakError(WowError):
     Only the item of that handler fails. What the handler itself raised, if anything, is the `__cause__`.
 
     Attributes:
-        handler: the handler's qualified name.
+        handler: the qualified name of the handler, or of the function that a dispatcher called.
         key: the key of the item it handled.
     """
 
@@ -128,7 +129,7 @@ class BlockingCallError(WowError):
     """A handler made a call that would have blocked the event loop, and every other handler with it. It was not made.
 
     Attributes:
-        handler: the handler's qualified name.
+        handler: the qualified name of the handler, or of the function that a dispatcher called.
         key: the key of the item it handled.
         call: the name of what it called, such as `time.sleep`.
     """
@@ -144,7 +145,7 @@ class BlockingCallWarning(RuntimeWarning):
     """A handler makes a call that may block the event loop, and every other handler with it.
 
     Attributes:
-        handler: the handler's qualified name.
+        handler: the qualified name of the handler, or of the function that a dispatcher called.
         key: the key of the item it handles.
         call: the name of what it calls, such as `time.sleep`.
     """
@@ -525,6 +526,18 @@ class HopLimitError(WowError):
         )
         self.aggregate_id = aggregate_id
         self.max_hops = max_hops
+
+
+class FailureNotRetryableError(WowError):
+    """A failed execution cannot be tried again. It stays as it is.
+
+    Attributes:
+        failure_id: names the failed execution.
+    """
+
+    def __init__(self, failure_id: str, reason: str) -> None:
+        super().__init__(f"the failure {failure_id!r} cannot be tried again: {reason}")
+        self.failure_id = failure_id
 
 
 class TenantMismatchError(WowError):

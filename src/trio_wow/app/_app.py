@@ -12,6 +12,7 @@ from trio_wow.dispatch import (
     CommandDispatcher,
     CommandResults,
     EventDispatcher,
+    FailureRetries,
     Filter,
     FilterChain,
     FunctionRegistry,
@@ -61,7 +62,8 @@ class App:
         function_filters: around each attempt to call a function, in every dispatcher.
         command_retry: tries a command again when another writer was first; by default `conflict_retry()`.
         event_retry: tries functions of processors again; by default `Retry()`.
-        failures: is told of functions of processors that have failed for good; by default a `LoggingFailureRecorder`.
+        failures: is told of what has failed for good: functions of processors, and publications; by default a
+            `LoggingFailureRecorder`. Give it the store, if that is a `FailureStore`, to let what is recorded pass.
         max_hops: how many of sagas' commands may follow one another; a positive int.
         settings: of its runtimes; `None` for what `load_settings` finds in the environment and in a file when the first
             runtime is made. `trio-wow run` reads neither where they are given: only its options go before them.
@@ -73,7 +75,7 @@ class App:
         repository: loads aggregates.
         filters: as given.
         function_filters: as given.
-        failures: is told of functions that have failed for good.
+        failures: is told of what has failed for good.
         gateway: sends commands to the runtime that is running.
 
     Raises:
@@ -113,6 +115,7 @@ class App:
         self._command_retry = command_retry if command_retry is not None else conflict_retry()
         self._event_retry = event_retry if event_retry is not None else Retry()
         self.failures = failures if failures is not None else LoggingFailureRecorder()
+        self._retries = FailureRetries(self.failures, self.store)
         self._max_hops = max_hops
         self._processors = list(processors)
         self._registry = FunctionRegistry(
@@ -167,6 +170,7 @@ class App:
                 workers=settings.dispatch.workers,
                 max_in_flight=settings.dispatch.max_in_flight,
                 throughput=settings.dispatch.throughput,
+                blocking_calls=settings.dispatch.blocking_calls,
             )
         shutdown = settings.shutdown
         return Runtime(
@@ -176,6 +180,10 @@ class App:
             shutdown_quiet_period=shutdown.quiet_period if shutdown_quiet_period is None else shutdown_quiet_period,
             signals=signals,
         )
+
+    async def retry_failure(self, id: str) -> bool:
+        """Try a failed execution again in the runtime that is running; see `FailureRetries.retry`."""
+        return await self._retries.retry(id)
 
     @asynccontextmanager
     async def serving(self, runtime: Runtime | None = None) -> AsyncIterator[CommandGateway]:
@@ -230,6 +238,8 @@ class App:
                 results=self._results,
                 filters=FilterChain([StageNotifier(self._results), *self.filters]),
                 function_filters=FilterChain([self._command_retry, *self.function_filters]),
+                failures=self.failures,
+                retries=self._retries,
             )
         )
         options: ProcessorOptions = {
@@ -239,6 +249,7 @@ class App:
             "filters": FilterChain(self.filters),
             "function_filters": FilterChain([self._event_retry, *self.function_filters]),
             "failures": self.failures,
+            "retries": self._retries,
         }
         if ProcessorKind.EVENT in kinds:
             components.append(EventDispatcher(registry, events, **options))

@@ -39,12 +39,12 @@ def show_failures(query: FailureQuery, *, show_traceback: bool) -> None:
     """Write what is asked for to stdout, or resolve a failure.
 
     Raises:
-        Failure: there is no such application or failure, or its store keeps none, or cannot be used.
+        Failure: there is no such application or failure, or it keeps none, or its store cannot be used.
     """
-    store = load_app(query.target, show_traceback=show_traceback).store
+    store = load_app(query.target, show_traceback=show_traceback).failures
     if not isinstance(store, FailureStore):
         raise Failure(
-            f"the store of {query.target} keeps no failures; use one that is a FailureStore, such as SqliteStore", USAGE
+            f"{query.target} keeps no failures; give its App a FailureStore, such as SqliteStore, as `failures`", USAGE
         )
     answer(_answer, store, query)
 
@@ -82,7 +82,7 @@ async def _answer(store: FailureStore, query: FailureQuery) -> Table | list[str]
 
 
 def _not_open(query: FailureQuery, id: str) -> Failure:
-    return Failure(f"there is no open failure {id!r} in the store of {query.target}")
+    return Failure(f"there is no open failure {id!r} of {query.target}")
 
 
 def _event(failure: FailedExecution) -> str:

@@ -7,6 +7,7 @@ from trio_wow.dispatch._event import EventDispatcher as EventDispatcher
 from trio_wow.dispatch._event import ProcessorOptions as ProcessorOptions
 from trio_wow.dispatch._event import ProjectionDispatcher as ProjectionDispatcher
 from trio_wow.dispatch._event import SagaDispatcher as SagaDispatcher
+from trio_wow.dispatch._failures import FailureRetries as FailureRetries
 from trio_wow.dispatch._filters import Filter as Filter
 from trio_wow.dispatch._filters import FilterChain as FilterChain
 from trio_wow.dispatch._filters import Handler as Handler
@@ -28,6 +29,7 @@ __all__ = [
     "CommandResults",
     "CommandWait",
     "EventDispatcher",
+    "FailureRetries",
     "Filter",
     "FilterChain",
     "FunctionRegistry",

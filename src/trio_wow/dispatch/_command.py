@@ -6,6 +6,7 @@ from typing import Any, cast
 
 from trio_wow.buses import CommandBus, DomainEventBus, StateEventBus
 from trio_wow.dispatch._dispatcher import MessageDispatcher
+from trio_wow.dispatch._failures import FailureRetries, record
 from trio_wow.dispatch._filters import FilterChain, Handling, Outcome, Retry, StageNotifier, leaves
 from trio_wow.dispatch._registry import FunctionRegistry
 from trio_wow.dispatch._results import CommandResults
@@ -24,8 +25,14 @@ from trio_wow.errors import (
     TenantMismatchError,
     VersionConflictError,
 )
-from trio_wow.eventsourcing import AggregateRepository, EventStore
-from trio_wow.execution import no_leaked_scope
+from trio_wow.eventsourcing import (
+    AggregateRepository,
+    EventStore,
+    FailedExecution,
+    FailureRecorder,
+    LoggingFailureRecorder,
+)
+from trio_wow.execution import no_leaked_scope, running_function
 from trio_wow.messages import CommandError, CommandMessage, CommandResult, DomainEventStream, Stage, StateEvent
 from trio_wow.runtime import RuntimeContext
 
@@ -45,9 +52,10 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
     its stored events are published again, and the result is a `DuplicateRequestIdError` with their version. A command
     that yields no event stores nothing and is not remembered.
 
-    A publication that fails is tried again alone, until it succeeds or the runtime ends; one that can never succeed is
-    logged, and the events stay in the store, where a processor with a checkpoint finds them. A state event that cannot
-    be published is logged; a processor with a checkpoint misses nothing by it.
+    A publication that fails is tried again alone, until it succeeds or the runtime ends. One that can never succeed
+    goes to the failure recorder, as a failure of `command-dispatcher/publication`; unless that fails too, the command
+    is acknowledged: the events stay in the store, where a processor with a checkpoint finds them. A state event that
+    cannot be published is logged; a processor with a checkpoint misses nothing by it.
 
     Args:
         domain: the aggregates.
@@ -60,6 +68,8 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
         results: is told how each command ends.
         filters: around each command as a whole; by default a `StageNotifier` for `results`.
         function_filters: around each attempt to decide and append; by default a `Retry` of version conflicts.
+        failures: is told of publications that can never succeed; by default a `LoggingFailureRecorder`.
+        retries: tries those again, when it is told to.
         name: the component and its consumer group.
     """
 
@@ -76,6 +86,8 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
         results: CommandResults | None = None,
         filters: FilterChain | None = None,
         function_filters: FilterChain | None = None,
+        failures: FailureRecorder | None = None,
+        retries: FailureRetries | None = None,
         name: str = "command-dispatcher",
     ) -> None:
         if filters is None:
@@ -88,6 +100,9 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
         self._events = events
         self._state_events = state_events
         self._results = results
+        self._failures = failures if failures is not None else LoggingFailureRecorder()
+        self._publication = f"{name}/publication"
+        self._retries = retries
         self._attempt = self.function_filters.around(self._decide_and_append)
         self._publish_until_done = FilterChain([Retry(retries=None, backoff=0.1)]).around(self._publish)
 
@@ -98,6 +113,8 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
             ConfigurationError: functions do not fit; see `FunctionRegistry.seal`.
         """
         self._registry.seal()
+        if self._retries is not None:
+            self._retries.add([self._publication], self)
         await super().prepare(context)
 
     async def handle(self, handling: Handling, /) -> bool:
@@ -122,7 +139,7 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
             _log_failure(message, raised)
             await self._tell(message, raised)
             stream, error = None, raised
-        if stream is not None and not await self._published(stream):
+        if stream is not None and await self._published(stream) in (Outcome.RECORDING_FAILED, Outcome.UNFINISHED):
             return False
         if state is not None and self._state_events is not None:
             await self._publish_state(state, self._state_events)
@@ -136,6 +153,10 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
             error=None if error is None else CommandError.of(error),
         )
         return True
+
+    async def try_again(self, _: FailedExecution, stream: DomainEventStream, /) -> bool:
+        """See `MessageDispatcher.try_again`."""
+        return await self._published(stream) is Outcome.HANDLED
 
     def unfinished(self, message: CommandMessage, /) -> None:
         """See `MessageDispatcher.unfinished`. Whoever waits for the command need not wait any more."""
@@ -181,27 +202,42 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
                 _log.exception("%s failed for %s", function.name, message.aggregate_id)
 
     async def _call(self, function: CommandFunction, message: CommandMessage, *leading: object) -> object:
-        result = function.call(*leading, **self._registry.command_arguments(function).of(message))
-        if isawaitable(result):
-            with no_leaked_scope(function.name, message.aggregate_id):
-                result = await result
+        arguments = self._registry.command_arguments(function).of(message)
+        token = running_function.set(function.name)
+        try:
+            result = function.call(*leading, **arguments)
+            if isawaitable(result):
+                with no_leaked_scope(function.name, message.aggregate_id):
+                    result = await result
+        finally:
+            running_function.reset(token)
         return result
 
-    async def _published(self, stream: DomainEventStream) -> bool:
+    async def _published(self, stream: DomainEventStream) -> Outcome:
+        handling = Handling(self.name, stream)
         try:
-            await self._publish_until_done(Handling(self.name, stream))
+            await self._publish_until_done(handling)
         except AdmissionClosedError:
             _log.warning(
                 "version %s of %s is stored but not published, and its command not acknowledged: the runtime is ending",
                 stream.version,
                 stream.aggregate_id,
             )
-            return False
-        except Exception:
-            _log.exception("version %s of %s is stored but can never be published", stream.version, stream.aggregate_id)
-        return True
+            return Outcome.UNFINISHED
+        except Exception as error:
+            failure = FailedExecution.of(
+                error,
+                function=self._publication,
+                aggregate_id=stream.aggregate_id,
+                version=stream.version,
+                sequence=0,
+                attempts=handling.attempts,
+            )
+            return await record(self._failures, failure)
+        return Outcome.HANDLED
 
     async def _publish(self, handling: Handling) -> None:
+        handling.attempts += 1
         if self._is_ending():
             raise AdmissionClosedError(self.name)
         await self._events.send(handling.message)

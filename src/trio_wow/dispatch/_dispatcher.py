@@ -9,8 +9,10 @@ import trio
 from trio_wow.buses import MessageBus, MessageExchange, MessageReceiver, Subscription
 from trio_wow.dispatch._filters import FilterChain, Handling
 from trio_wow.domain import AggregateModel
+from trio_wow.errors import AdmissionClosedError, FailureNotRetryableError
+from trio_wow.eventsourcing import FailedExecution, FailureStore
 from trio_wow.execution import split_cancelled
-from trio_wow.messages import AggregateId
+from trio_wow.messages import AggregateId, DomainEventStream
 from trio_wow.runtime import RuntimeContext
 
 __all__ = ["MessageDispatcher"]
@@ -69,6 +71,29 @@ class MessageDispatcher(ABC, Generic[M]):
 
     def unfinished(self, message: M, /) -> None:
         """Take note that a message was let go without having been finished. Plain, quick, and never raises."""
+
+    async def retry(self, failure: FailedExecution, failures: FailureStore, stream: DomainEventStream, /) -> bool:
+        """Try a failed execution of this dispatcher again; see `FailureRetries.retry`."""
+        context = self._prepared()
+        if context.admission.is_inside():
+            raise FailureNotRetryableError(failure.id, "a function that handles a message would wait for itself")
+        lease = context.try_acquire("failure %s of %s once more", failure.id, failure.function)
+        if lease is None:
+            raise AdmissionClosedError(self.name)
+        with lease:
+            succeeded = await self.try_again(failure, stream)
+            if succeeded:
+                await failures.resolve_failure(failure.id)
+        return succeeded
+
+    async def try_again(self, failure: FailedExecution, stream: DomainEventStream, /) -> bool:
+        """Do once more what has failed, and say whether it has succeeded; if not, the failure is recorded again.
+
+        Raises:
+            FailureNotRetryableError: there is nothing like that here.
+        """
+        await trio.lowlevel.checkpoint()
+        raise FailureNotRetryableError(failure.id, f"{self.name} does nothing for version {stream.version} again")
 
     async def prepare(self, context: RuntimeContext, /) -> None:
         """See `RuntimeComponent.prepare`."""

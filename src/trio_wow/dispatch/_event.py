@@ -8,6 +8,7 @@ from typing import Any, TypedDict, Unpack
 import trio
 
 from trio_wow.buses import CommandBus, DomainEventBus, StateEventBus
+from trio_wow.dispatch._failures import FailureRetries
 from trio_wow.dispatch._filters import FilterChain, Retry
 from trio_wow.dispatch._processors import BoundProcessor, Call, ProcessorDispatcher, ProcessorParts
 from trio_wow.dispatch._progress import CatchUp
@@ -69,6 +70,9 @@ class _StateEventChild(ProcessorDispatcher[StateEvent[Any]]):
             self._rebuilt.popitem(last=False)
         return StateEvent(stream, deepcopy(loaded.state), loaded.deleted)
 
+    def whole(self, processor: BoundProcessor, /) -> str:
+        return f"{processor.name}/state"
+
     def role(self, call: Call, /) -> str:
         return f"state/{call.function.name}"
 
@@ -83,6 +87,7 @@ class ProcessorOptions(TypedDict, total=False):
     function_filters: FilterChain | None
     failures: FailureRecorder | None
     ack_on_unrecorded_failure: bool
+    retries: FailureRetries | None
     name: str | None
 
 
@@ -104,6 +109,7 @@ class EventDispatcher:
         function_filters: around each attempt to call a function; by default `Retry()`.
         failures: is told of what has failed for good; by default a `LoggingFailureRecorder`.
         ack_on_unrecorded_failure: whether a message is acknowledged although nobody keeps its failure but a log.
+        retries: tries executions that have failed for good again, when it is told to.
         name: the component and its consumer group; by default `default_name`.
     """
 
@@ -122,6 +128,7 @@ class EventDispatcher:
         function_filters: FilterChain | None = None,
         failures: FailureRecorder | None = None,
         ack_on_unrecorded_failure: bool = True,
+        retries: FailureRetries | None = None,
         name: str | None = None,
     ) -> None:
         self.name = name if name is not None else self.default_name
@@ -134,6 +141,7 @@ class EventDispatcher:
         self._catch_up = catch_up
         self._failures = failures if failures is not None else LoggingFailureRecorder()
         self._ack_on_unrecorded_failure = ack_on_unrecorded_failure
+        self._retries = retries
         self._sender: SagaSender | None = None
         self._children: list[ProcessorDispatcher[Any]] = []
 
@@ -199,6 +207,7 @@ class EventDispatcher:
             self.function_filters,
             self._failures,
             self._ack_on_unrecorded_failure,
+            self._retries,
         )
         children: list[ProcessorDispatcher[Any]] = []
         if on_events:

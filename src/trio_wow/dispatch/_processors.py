@@ -2,7 +2,7 @@
 
 import logging
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from inspect import isawaitable
 from typing import Any, Protocol, TypeVar, cast
@@ -12,20 +12,22 @@ from attrs import define, field, frozen
 
 from trio_wow.buses import MessageBus
 from trio_wow.dispatch._dispatcher import MessageDispatcher
+from trio_wow.dispatch._failures import FailureRetries, record
 from trio_wow.dispatch._filters import FilterChain, Handling, Outcome
-from trio_wow.dispatch._progress import PAGE, CatchUp, Progress, advance
+from trio_wow.dispatch._progress import CatchUp, Progress, advance
 from trio_wow.dispatch._registry import BoundFunction, RegisteredProcessor
 from trio_wow.dispatch._sender import SagaSender
-from trio_wow.errors import StoreError
+from trio_wow.dispatch._store_source import StoreSource
+from trio_wow.errors import FailureNotRetryableError, StoreError
 from trio_wow.eventsourcing import (
     AggregateRepository,
+    CheckpointStore,
     EventStore,
     FailedExecution,
     FailureRecorder,
     RecordedStream,
-    Recording,
 )
-from trio_wow.execution import no_leaked_scope, refuse_awaitable
+from trio_wow.execution import no_leaked_scope, refuse_awaitable, running_function
 from trio_wow.messages import AggregateId, DomainEvent, DomainEventStream, StateEvent
 from trio_wow.runtime import RuntimeContext
 
@@ -79,12 +81,16 @@ class _Calling(Handling):
     Attributes:
         processor: whose function it is.
         call: `None` for those that share a transaction.
+        sequence: which event of the stream it is for, from 1; 0 for all of them.
         number: of the call, among those for one message.
+        again: whether the version is handled already, and this call of it is tried again.
     """
 
     processor: BoundProcessor = field(kw_only=True)
     call: Call | None = field(default=None, kw_only=True)
-    number: int = field(default=0, kw_only=True)
+    sequence: int = field(kw_only=True)
+    number: int = field(kw_only=True)
+    again: bool = field(default=False, kw_only=True)
 
 
 class _Streamed(Protocol):
@@ -110,6 +116,7 @@ class ProcessorParts:
         function_filters: around each attempt to call a function.
         failures: is told of what has failed for good.
         ack_on_unrecorded_failure: whether a message is acknowledged although nobody keeps its failure but a log.
+        retries: is told which functions can be tried again; `None` where nobody asks for that.
     """
 
     catch_up: CatchUp | None
@@ -119,6 +126,7 @@ class ProcessorParts:
     function_filters: FilterChain
     failures: FailureRecorder
     ack_on_unrecorded_failure: bool
+    retries: FailureRetries | None
 
 
 class ProcessorDispatcher(MessageDispatcher[M]):
@@ -150,6 +158,8 @@ class ProcessorDispatcher(MessageDispatcher[M]):
         self._sender = parts.sender
         self._failures = parts.failures
         self._ack_on_unrecorded_failure = parts.ack_on_unrecorded_failure
+        if parts.retries is not None:
+            parts.retries.add((f"{name}/{each}" for processor in processors for each in self._names(processor)), self)
         self._filtered_call = parts.function_filters.around(self._call)
         self._store = parts.catch_up.store if parts.catch_up is not None else None
         self._progress = [each.progress for each in processors if each.progress is not None]
@@ -161,6 +171,7 @@ class ProcessorDispatcher(MessageDispatcher[M]):
         self._caught_up = trio.Event()
         self._handled = trio.Event()
         self._keeping = trio.CancelScope()
+        self._turns = _Turns()
 
     @abstractmethod
     def calls(self, processor: BoundProcessor, message: M, /) -> Iterator[Call]:
@@ -173,6 +184,10 @@ class ProcessorDispatcher(MessageDispatcher[M]):
     def role(self, call: Call, /) -> str:
         """Name a call among those for one stream: the part of a saga's request IDs that tells them apart."""
         return f"{call.sequence}/{call.function.name}"
+
+    def whole(self, processor: BoundProcessor, /) -> str:
+        """Name the functions of a processor that share a transaction."""
+        return processor.name
 
     async def prepare(self, context: RuntimeContext, /) -> None:
         """See `RuntimeComponent.prepare`."""
@@ -212,17 +227,54 @@ class ProcessorDispatcher(MessageDispatcher[M]):
             self._dropped += 1
             return True
         outcome = Outcome.HANDLED
-        for processor in self._processors:
-            if processor.progress is None:
-                outcome = _worse(outcome, await self._run(processor, message))
-            elif processor.progress.wants(message.aggregate_id):
-                outcome = _worse(outcome, await self._handle_once(processor, processor.progress, message))
+        await self._turns.take(message.aggregate_id)
+        try:
+            for processor in self._processors:
+                if processor.progress is None:
+                    outcome = _worse(outcome, await self._run(processor, message))
+                elif processor.progress.wants(message.aggregate_id):
+                    outcome = _worse(outcome, await self._handle_once(processor, processor.progress, message))
+        finally:
+            self._turns.give_back(message.aggregate_id)
         handling.outcome = outcome
         return outcome.settles or (outcome is Outcome.FAILURE_UNRECORDED and self._ack_on_unrecorded_failure)
 
+    async def try_again(self, failure: FailedExecution, stream: DomainEventStream, /) -> bool:
+        """See `MessageDispatcher.try_again`. Nothing else of the aggregate is handled here meanwhile."""
+        succeeded = False
+
+        async def run(calling: _Calling) -> None:
+            nonlocal succeeded
+            try:
+                succeeded = await self._run_call(calling) is Outcome.HANDLED
+            except BaseException as error:
+                self._report(error, failure.aggregate_id)
+                raise
+
+        await self._turns.take(failure.aggregate_id)
+        try:
+            calling = self._calling_of(failure, await self.message_of(stream))
+            await self._prepared().executor.dispatch(_only(calling), key=_aggregate_called, handler=run)
+        finally:
+            self._turns.give_back(failure.aggregate_id)
+        return succeeded
+
+    def _calling_of(self, failure: FailedExecution, message: M) -> _Calling:
+        callings = [
+            calling
+            for processor in self._processors
+            for calling in self._callings(processor, message)
+            if self._full_name(calling) == failure.function and calling.sequence == failure.sequence
+        ]
+        if len(callings) != 1:
+            reason = f"{len(callings) or 'none'} of the functions for its event are named {failure.function}"
+            raise FailureNotRetryableError(failure.id, reason)
+        callings[0].again = True
+        return callings[0]
+
     async def _catch_up(self, store: EventStore) -> None:
         context = self._prepared()
-        source = _StoreSource(store, self._progress, context, self._count_dropped, self._advance)
+        source = StoreSource(store, self._progress, context, self._count_dropped, self._advance)
         while True:
             await context.executor.dispatch(source, key=_aggregate_of, handler=self._handle_stored)
             await self._advance(store)
@@ -239,7 +291,11 @@ class ProcessorDispatcher(MessageDispatcher[M]):
             return
         try:
             with lease:
-                await self._offer(record)
+                await self._turns.take(record.aggregate_id)
+                try:
+                    await self._offer(record)
+                finally:
+                    self._turns.give_back(record.aggregate_id)
         except BaseException as error:
             self._report(error, record.aggregate_id)
             raise
@@ -286,8 +342,10 @@ class ProcessorDispatcher(MessageDispatcher[M]):
         return await self._run_and_note(processor, progress, message)
 
     async def _run_and_note(self, processor: BoundProcessor, progress: Progress, message: M) -> Outcome:
-        run = self._run_in_transaction if processor.registered.in_transaction else self._run
-        outcome = await run(processor, message)
+        if processor.registered.in_transaction:
+            outcome = await self._run_in_transaction(processor, progress, message)
+        else:
+            outcome = await self._run(processor, message)
         if outcome.settles:
             progress.handled(message.aggregate_id, message.version)
             self._handled.set()
@@ -297,24 +355,48 @@ class ProcessorDispatcher(MessageDispatcher[M]):
         progress = processor.progress
         done: set[int] = set() if progress is None else progress.done(message.aggregate_id)
         worst, failed_at = Outcome.HANDLED, None
-        for number, call in enumerate(self.calls(processor, message)):
-            if number in done:
+        for calling in self._callings(processor, message):
+            if calling.number in done:
                 continue
-            if failed_at is not None and failed_at < call.sequence and progress is not None:
+            if failed_at is not None and failed_at < calling.sequence and progress is not None:
                 break  # what comes later waits for its turn
-            calling = _Calling(self.name, message, call.function.name, call=call, processor=processor, number=number)
-            outcome = await self._run_call(calling, call.sequence)
+            outcome = await self._run_call(calling)
             if outcome is Outcome.UNFINISHED:
                 return outcome
             if outcome.settles:
-                done.add(number)
+                done.add(calling.number)
             else:
-                failed_at = call.sequence
+                failed_at = calling.sequence
             worst = _worse(worst, outcome)
         return worst
 
-    async def _run_call(self, calling: "_Calling", sequence: int) -> Outcome:
+    def _callings(self, processor: BoundProcessor, message: M) -> Iterator[_Calling]:
+        if processor.registered.in_transaction:
+            yield _Calling(self.name, message, self.whole(processor), processor=processor, sequence=0, number=0)
+            return
+        for number, call in enumerate(self.calls(processor, message)):
+            yield _Calling(
+                self.name,
+                message,
+                call.function.name,
+                processor=processor,
+                call=call,
+                sequence=call.sequence,
+                number=number,
+            )
+
+    def _names(self, processor: BoundProcessor) -> Iterable[str]:
+        if processor.registered.in_transaction:
+            return [self.whole(processor)]
+        return {function.name for functions in processor.registered.functions.values() for function in functions}
+
+    def _full_name(self, calling: _Calling) -> str:
+        return f"{self.name}/{calling.function}"
+
+    async def _run_call(self, calling: _Calling) -> Outcome:
         progress, aggregate_id = calling.processor.progress, calling.message.aggregate_id
+        if calling.again:
+            progress = None  # it has passed this version
         if progress is not None:
             calling.attempts = progress.attempts(aggregate_id).get(calling.number, 0)
         try:
@@ -322,7 +404,7 @@ class ProcessorDispatcher(MessageDispatcher[M]):
         except Exception as error:
             if progress is not None:
                 progress.attempts(aggregate_id)[calling.number] = calling.attempts
-            return await self._failed(calling, error, sequence)
+            return await self._failed(calling, error)
         return Outcome.HANDLED
 
     async def _call(self, handling: Handling) -> None:
@@ -330,14 +412,18 @@ class ProcessorDispatcher(MessageDispatcher[M]):
         calling = cast("_Calling", handling)
         call, message = calling.call, calling.message
         if call is None:
-            await self._call_in_transaction(calling.processor, message)
+            await self._call_in_transaction(calling.processor, message, again=calling.again)
             return
         function = call.function
         arguments = await self._arguments(function, call.envelope, message) if function.arguments else {}
-        result = function.call(call.envelope if function.takes_envelope else call.body, **arguments)
-        if isawaitable(result):
-            with no_leaked_scope(function.name, message.aggregate_id):
-                result = await result
+        token = running_function.set(function.name)
+        try:
+            result = function.call(call.envelope if function.takes_envelope else call.body, **arguments)
+            if isawaitable(result):
+                with no_leaked_scope(function.name, message.aggregate_id):
+                    result = await result
+        finally:
+            running_function.reset(token)
         if self._sender is not None:
             await self._sender.send(result, self.role(call), call.envelope.stream)
 
@@ -350,20 +436,25 @@ class ProcessorDispatcher(MessageDispatcher[M]):
                 state = (await self._repository.load(message.aggregate_id, version=message.version)).state
         return function.arguments.of(envelope, state)
 
-    async def _run_in_transaction(self, processor: BoundProcessor, message: M) -> Outcome:
-        calling = _Calling(self.name, message, processor.name, processor=processor)
-        outcome = await self._run_call(calling, 0)
-        if outcome.settles and outcome is not Outcome.HANDLED:
-            try:
-                await _in_transaction(processor, message, lambda _: None)
-            except Exception:
-                _log.exception(
-                    "%s cannot go on after version %s of %s", processor.name, message.version, message.aggregate_id
-                )
-                return Outcome.UNFINISHED
+    async def _run_in_transaction(self, processor: BoundProcessor, progress: Progress, message: M) -> Outcome:
+        done = progress.done(message.aggregate_id)
+        outcome = Outcome.FAILURE_RECORDED
+        if not done:
+            (calling,) = self._callings(processor, message)
+            outcome = await self._run_call(calling)
+            if outcome is Outcome.HANDLED or not outcome.settles:
+                return outcome
+            done.add(calling.number)  # so that it is not recorded again when only what follows fails
+        try:
+            await _in_transaction(processor, message, lambda _: None)
+        except Exception:
+            _log.exception(
+                "%s cannot go on after version %s of %s", processor.name, message.version, message.aggregate_id
+            )
+            return Outcome.UNFINISHED
         return outcome
 
-    async def _call_in_transaction(self, processor: BoundProcessor, message: M) -> None:
+    async def _call_in_transaction(self, processor: BoundProcessor, message: M, *, again: bool) -> None:
         calls = tuple(self.calls(processor, message))
 
         def work(transaction: Any) -> None:
@@ -375,9 +466,13 @@ class ProcessorDispatcher(MessageDispatcher[M]):
                 if isawaitable(result):
                     refuse_awaitable(result, f"{function.name} returned an awaitable, which no thread awaits")
 
-        await _in_transaction(processor, message, work)
+        if again:
+            _, checkpoints = _transactional(processor)
+            await checkpoints.transact(work)
+        else:
+            await _in_transaction(processor, message, work)
 
-    async def _failed(self, calling: _Calling, error: Exception, sequence: int) -> Outcome:
+    async def _failed(self, calling: _Calling, error: Exception) -> Outcome:
         """Give what has failed for good to the failure recorder."""
         message = calling.message
         if self._is_ending():
@@ -390,25 +485,13 @@ class ProcessorDispatcher(MessageDispatcher[M]):
             return Outcome.UNFINISHED
         failure = FailedExecution.of(
             error,
-            function=f"{self.name}/{calling.function}",
+            function=self._full_name(calling),
             aggregate_id=message.aggregate_id,
             version=message.version,
-            sequence=sequence,
+            sequence=calling.sequence,
             attempts=calling.attempts,
         )
-        try:
-            recording = await self._failures.record(failure)
-        except Exception:
-            _log.exception(
-                "%s failed on version %s of %s (%s: %s), and recording that failed",
-                calling.function,
-                message.version,
-                message.aggregate_id,
-                failure.error,
-                failure.text,
-            )
-            return Outcome.RECORDING_FAILED
-        return _OUTCOMES[recording]
+        return await record(self._failures, failure)
 
     async def _keep_checkpoints(self, store: EventStore) -> None:
         with self._keeping:
@@ -428,78 +511,45 @@ class ProcessorDispatcher(MessageDispatcher[M]):
             _log.warning("the checkpoints of %s stay behind for now: %s", self.name, error)
 
 
-_OUTCOMES = {
-    Recording.RECORDED: Outcome.FAILURE_RECORDED,
-    Recording.WAIVED: Outcome.FAILURE_WAIVED,
-    Recording.UNRECORDED: Outcome.FAILURE_UNRECORDED,
-}
-
-
 def _worse(one: Outcome, other: Outcome) -> Outcome:
     return max(one, other, key=lambda outcome: outcome.value)
 
 
 async def _in_transaction(processor: BoundProcessor, message: _Streamed, work: Callable[[Any], object]) -> None:
+    progress, checkpoints = _transactional(processor)
+    await checkpoints.handle_once(progress.name, message.aggregate_id, message.version, progress.position, work)
+
+
+def _transactional(processor: BoundProcessor) -> tuple[Progress, CheckpointStore]:
     progress = processor.progress
     if progress is None or progress.checkpoints is None:
         raise RuntimeError(f"{processor.name} takes a transaction, but there is no store to make one")
-    await progress.checkpoints.handle_once(
-        progress.name, message.aggregate_id, message.version, progress.position, work
-    )
+    return progress, progress.checkpoints
 
 
 def _aggregate_of(record: RecordedStream) -> AggregateId:
     return record.aggregate_id
 
 
-class _StoreSource:
-    """A `BatchSource` of the streams of a store that processors have not handled. It can be dispatched again.
+def _aggregate_called(calling: _Calling) -> AggregateId:
+    aggregate_id: AggregateId = calling.message.aggregate_id
+    return aggregate_id
 
-    Attributes:
-        dropped: how many messages had been dropped when the last page was asked for.
-    """
 
-    def __init__(
-        self,
-        store: EventStore,
-        progress: Sequence[Progress],
-        context: RuntimeContext,
-        dropped: Callable[[], int],
-        advance: Callable[[EventStore], Awaitable[None]],
-    ) -> None:
-        self._store = store
-        self._progress = progress
-        self._context = context
-        self._count_dropped = dropped
-        self._advance = advance
-        self._position = 0
-        self._page: Sequence[RecordedStream] = ()
-        self.dropped = 0
+async def _only(calling: _Calling) -> AsyncGenerator[_Calling, None]:
+    yield calling
 
-    async def receive_batch(self, limit: int, /) -> Sequence[RecordedStream]:
-        """See `BatchSource`."""
-        await self._wait_for_room()
-        while not self._page:
-            await self._advance(self._store)  # with each page, also where nothing in it is wanted
-            self._position = max(self._position, min((each.position for each in self._progress), default=0))
-            self.dropped = self._count_dropped()
-            page = await self._store.read_all(self._position, PAGE)
-            if not page or self._context.stop_requested.is_set():
-                raise trio.EndOfChannel
-            self._position = page[-1].position
-            self._page = [each for each in page if any(one.wants(each.aggregate_id) for one in self._progress)]
-        batch, self._page = self._page[:limit], self._page[limit:]
-        return batch
 
-    async def _wait_for_room(self) -> None:
-        admission = self._context.admission
-        while admission.is_overdrawn and not self._context.stop_requested.is_set():
-            changed = trio.Event()
-            admission.watch(changed.set)
-            try:
-                await changed.wait()
-            finally:
-                admission.unwatch(changed.set)
-        await trio.lowlevel.checkpoint()
-        if self._context.stop_requested.is_set():
-            raise trio.EndOfChannel
+class _Turns:
+    """Of what belongs to one aggregate one thing at a time: a message, or a failed execution that is tried again."""
+
+    def __init__(self) -> None:
+        self._taken: dict[AggregateId, trio.Event] = {}
+
+    async def take(self, aggregate_id: AggregateId) -> None:
+        while (taken := self._taken.get(aggregate_id)) is not None:
+            await taken.wait()
+        self._taken[aggregate_id] = trio.Event()
+
+    def give_back(self, aggregate_id: AggregateId) -> None:
+        self._taken.pop(aggregate_id).set()

@@ -56,12 +56,16 @@ def _asked(show: Callable[[], str]) -> str:
 class FailedExecution:
     """One event that one event function could not handle, with the last error. Lone surrogates in texts become `?`.
 
+    Also a stream that could not be published.
+
     Attributes:
-        function: which one, such as `event-dispatcher/Mailer.flight_logged`; without the method for a projection whose
-            functions share a transaction.
+        function: which one, such as `event-dispatcher/Mailer.flight_logged`. Where the functions of a projection share
+            a transaction, all of them: `projection-dispatcher/Ledger`, or with `/state` for state events.
+            `command-dispatcher/publication` for what could not be published.
         aggregate_id: whose event it is.
         version: of the event's stream.
-        sequence: of the event in its stream, from 1; 0 for all of them, where functions share a transaction.
+        sequence: of the event in its stream, from 1; 0 for all of them, where functions share a transaction, and for a
+            publication.
         error: the error's class, by its name.
         text: what the error says; at most 2,000 characters, the first ones.
         traceback: at most 16,000 characters, the last ones.

@@ -1,0 +1,529 @@
+"""Executions that have failed for good, tried again by their IDs."""
+
+import sqlite3
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from chain_domain import Chain, Note, Notebook, Step, Stepped
+from trio.testing import MockClock, Sequencer, wait_all_tasks_blocked
+
+from trio_wow import App, DomainEvent, event_processor, on_event, on_state_event, projection, saga
+from trio_wow.adapters.sqlite import SqliteStore
+from trio_wow.buses import InMemoryCommandBus, InMemoryDomainEventBus
+from trio_wow.dispatch import CommandDispatcher, FailureRetries, Handler, Handling, Retry
+from trio_wow.domain import Domain
+from trio_wow.errors import (
+    AdmissionClosedError,
+    ExecutorClosedError,
+    FailureNotRetryableError,
+    HandlerExitError,
+    SerializationError,
+    ShutdownDeadlineError,
+    StoreLockedError,
+)
+from trio_wow.eventsourcing import FailedExecution, FailureStore, InMemoryEventStore, InMemoryFailureStore
+from trio_wow.gateway import CommandGateway
+from trio_wow.messages import AggregateId, DomainEventStream
+from trio_wow.runtime import Runtime
+
+ONCE = Retry(retries=0)
+
+
+class Failing:
+    """Fails for number 2 while it is told to; notes what it has done."""
+
+    def __init__(self) -> None:
+        self.broken = True
+        self.called = 0
+        self.done: list[int] = []
+
+    def handle(self, number: int) -> None:
+        if number == 2:
+            self.called += 1
+            if self.broken:
+                raise OSError("unreachable")
+        self.done.append(number)
+
+
+@event_processor
+class Mailer(Failing):
+    @on_event
+    async def stepped(self, event: DomainEvent[Stepped]) -> None:
+        self.handle(event.body.number)
+
+    @on_event
+    async def counted(self, _: Stepped) -> None:
+        pass
+
+
+@projection
+class Ends(Failing):
+    @on_state_event
+    def chained(self, chain: Chain) -> None:
+        self.handle(chain.steps[-1])
+
+
+@saga
+class Notes(Failing):
+    @on_event
+    def stepped(self, event: DomainEvent[Stepped]) -> Note:
+        self.handle(event.body.number)
+        return Note(event.aggregate_id.id, f"step {event.body.number}")
+
+
+@projection
+class Rows(Failing):
+    @on_event
+    def stepped(self, event: DomainEvent[Stepped], connection: sqlite3.Connection) -> None:
+        self.handle(event.body.number)
+        connection.execute("INSERT INTO rows VALUES (?)", (event.body.number,))
+
+    @on_state_event
+    def chained(self, chain: Chain, connection: sqlite3.Connection) -> None:
+        self.handle(chain.steps[-1])
+        connection.execute("INSERT INTO ends VALUES (?)", (chain.steps[-1],))
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[SqliteStore]:
+    async with SqliteStore(tmp_path / "chains.db", Domain([Chain, Notebook]).serializer) as store:
+        yield store
+
+
+def app_of(store: SqliteStore, *processors: object, **options: Retry | FailureStore) -> App:
+    return App([Chain, Notebook], processors, store=store, **{"failures": store, **options})  # type: ignore[arg-type]
+
+
+@asynccontextmanager
+async def failed(app: App) -> AsyncIterator[FailedExecution]:
+    """Serve, let the second of three steps fail, and give its failure."""
+    async with app.serving(app.runtime(signals=False, shutdown_quiet_period=0)) as gateway:
+        for number in (1, 2, 3):
+            await gateway.send_and_wait(Step("a", number))
+        yield await first_failure(app)
+
+
+async def first_failure(app: App) -> FailedExecution:
+    with trio.fail_after(30):
+        while not (failures := await open_failures(app)):  # noqa: ASYNC110 - the functions run beside
+            await trio.sleep(0.01)
+    await wait_all_tasks_blocked(0.01)
+    return failures[0]
+
+
+async def open_failures(app: App) -> list[FailedExecution]:
+    assert isinstance(app.failures, FailureStore)
+    return list(await app.failures.failures())
+
+
+class TestSuccess:
+    async def test_the_function_that_failed_is_called_once_more_and_the_failure_is_resolved(
+        self, store: SqliteStore
+    ) -> None:
+        mailer, seen = Mailer(), []
+
+        async def noting(handling: Handling, proceed: Handler) -> object:
+            if isinstance(handling.message, DomainEventStream):
+                seen.append((handling.function, handling.message.version))
+            return await proceed(handling)
+
+        app = App([Chain, Notebook], [mailer], store=store, failures=store, event_retry=ONCE, function_filters=[noting])
+        async with failed(app) as failure:
+            assert (failure.function, failure.attempts) == ("event-dispatcher/Mailer.stepped", 1)
+            mailer.broken = False
+            seen.clear()
+            assert await app.retry_failure(failure.id)
+            assert seen == [("Mailer.stepped", 2)]  # through the filters, and no other function
+            assert mailer.done == [1, 3, 2]
+            assert await open_failures(app) == []
+            with pytest.raises(FailureNotRetryableError, match="none that is open"):
+                await app.retry_failure(failure.id)
+        assert mailer.called == 2
+
+    async def test_state_events(self, store: SqliteStore) -> None:
+        ends = Ends()
+        app = app_of(store, ends)
+        async with failed(app) as failure:
+            ends.broken = False
+            assert await app.retry_failure(failure.id)
+            assert ends.done == [1, 3, 2]  # the state as it was after the second step
+
+    async def test_a_saga_sends_what_it_could_not(self, store: SqliteStore) -> None:
+        notes = Notes()
+        app = app_of(store, notes)
+        async with failed(app) as failure:
+            assert failure.function == "saga-dispatcher/Notes.stepped"
+            notes.broken = False
+            assert await app.retry_failure(failure.id)
+            notebook = await app.repository.load(AggregateId("notes", "notebook", "a"))
+            assert (notebook.version, notebook.state.last) == (3, "step 2")
+
+    async def test_functions_that_share_a_transaction(self, store: SqliteStore) -> None:
+        def create(connection: sqlite3.Connection) -> None:
+            connection.execute("CREATE TABLE rows (number)")
+            connection.execute("CREATE TABLE ends (number)")
+
+        await store.transact(create)
+        rows = Rows()
+        app = app_of(store, rows, event_retry=ONCE)
+        async with failed(app):
+            both = {each.function: each for each in await open_failures(app)}
+            assert sorted(both) == ["projection-dispatcher/Rows", "projection-dispatcher/Rows/state"]
+            assert {(each.version, each.sequence, each.attempts) for each in both.values()} == {(2, 0, 1)}
+            rows.broken = False
+            for each in both.values():
+                assert await app.retry_failure(each.id)
+            assert await open_failures(app) == []
+            found: list[list[int]] = []
+
+            def read(connection: sqlite3.Connection) -> None:
+                found.extend(
+                    [number for (number,) in connection.execute(f"SELECT number FROM {table} ORDER BY rowid")]
+                    for table in ("rows", "ends")
+                )
+
+            await store.transact(read)
+            assert found == [[1, 3, 2], [1, 3, 2]]
+
+    async def test_a_failure_that_could_not_be_passed_is_recorded_once(self, tmp_path: Path) -> None:
+        class Stuck(SqliteStore):
+            refused = 0
+
+            async def handle_once(self, *arguments: Any) -> Any:
+                *_, version, _, work = arguments
+                if version == 2 and getattr(work, "__name__", "") != "work" and not self.refused:
+                    self.refused += 1
+                    raise StoreLockedError(str(self.path), "busy")
+                return await super().handle_once(*arguments)
+
+        @projection
+        class Row(Failing):
+            @on_event
+            def stepped(self, event: DomainEvent[Stepped], connection: sqlite3.Connection) -> None:
+                self.handle(event.body.number)
+
+        async with Stuck(tmp_path / "stuck.db", Domain([Chain, Notebook]).serializer) as store:
+            row = Row()
+            async with failed(app_of(store, row, event_retry=ONCE)) as failure:
+                assert (failure.version, failure.attempts) == (2, 1)
+                assert (store.refused, row.done, row.called) == (1, [1, 3], 1)
+
+    async def test_an_application_started_again_can_retry_what_failed_before(self, store: SqliteStore) -> None:
+        async with failed(app_of(store, Mailer())) as failure:
+            pass
+        mailer = Mailer()
+        mailer.broken = False
+        app = app_of(store, mailer)
+        async with app.serving(app.runtime(signals=False, shutdown_quiet_period=0)):
+            assert await app.retry_failure(failure.id)
+        assert mailer.done == [2]
+
+    async def test_a_recorder_of_its_own(self, store: SqliteStore) -> None:
+        mailer, failures = Mailer(), InMemoryFailureStore()
+        app = app_of(store, mailer, failures=failures)
+        async with failed(app) as failure:
+            mailer.broken = False
+            assert await app.retry_failure(failure.id)
+        assert await failures.failures() == []
+
+
+class TestNoSuccess:
+    async def test_it_keeps_its_id_and_adds_its_attempts(self, store: SqliteStore) -> None:
+        mailer = Mailer()
+        app = app_of(store, mailer, event_retry=Retry(retries=2))
+        async with failed(app) as failure:
+            assert failure.attempts == 3
+            for attempts in (6, 9):
+                assert not await app.retry_failure(failure.id)
+                (still,) = await open_failures(app)
+                assert (still.id, still.attempts) == (failure.id, attempts)
+            assert mailer.called == 9
+            assert mailer.done == [1, 3]
+
+    async def test_what_is_no_exception_ends_the_runtime(self, store: SqliteStore) -> None:
+        class Leaving(Mailer):
+            def handle(self, number: int) -> None:
+                if number == 2 and not self.broken:
+                    raise SystemExit(3)
+                super().handle(number)
+
+        mailer = event_processor(Leaving)()
+        app = app_of(store, mailer)
+        with pytest.RaisesGroup(HandlerExitError, flatten_subgroups=True):
+            async with failed(app) as failure:
+                mailer.broken = False
+                with pytest.raises(SystemExit):
+                    await app.retry_failure(failure.id)
+        assert [each.id for each in await open_failures(app)] == [failure.id]
+
+    async def test_cancelled_it_stays_open(self, store: SqliteStore) -> None:
+        @event_processor
+        class Slow:
+            broken = True
+
+            @on_event
+            async def stepped(self, event: Stepped) -> None:
+                if event.number == 2 and self.broken:
+                    raise OSError("unreachable")
+                if event.number == 2:
+                    await trio.sleep_forever()
+
+        slow = Slow()
+        app = app_of(store, slow)
+        async with failed(app) as failure:
+            slow.broken = False
+            with trio.move_on_after(0) as scope:
+                await app.retry_failure(failure.id)
+            assert scope.cancelled_caught
+            with trio.move_on_after(0.05):
+                await app.retry_failure(failure.id)
+            assert [each.id for each in await open_failures(app)] == [failure.id]
+            slow.broken = True
+            assert not await app.retry_failure(failure.id)  # nothing is held
+
+
+class TestRefusals:
+    async def test_an_id_that_nobody_knows(self, store: SqliteStore) -> None:
+        app = app_of(store, Mailer())
+        with pytest.raises(FailureNotRetryableError, match="'nobody' cannot be tried again: there is none") as caught:
+            await app.retry_failure("nobody")
+        assert caught.value.failure_id == "nobody"
+
+    async def test_an_application_that_keeps_no_failures(self) -> None:
+        with pytest.raises(FailureNotRetryableError, match="give the App a FailureStore"):
+            await App([Chain], [Mailer()]).retry_failure("x")
+
+    async def test_without_a_runtime_before_and_after_one(self, store: SqliteStore) -> None:
+        async with failed(app_of(store, Mailer())) as failure:
+            pass
+        app = app_of(store, Mailer())
+        with pytest.raises(FailureNotRetryableError, match=r"no function event-dispatcher/Mailer.stepped, or it was"):
+            await app.retry_failure(failure.id)
+        async with app.serving(app.runtime(signals=False, shutdown_quiet_period=0)):
+            pass
+        with pytest.raises(AdmissionClosedError):
+            await app.retry_failure(failure.id)
+        assert [each.id for each in await open_failures(app)] == [failure.id]
+
+    async def test_a_function_that_is_not_there_any_more(self, store: SqliteStore) -> None:
+        async with failed(app_of(store, Mailer())) as failure:
+            pass
+
+        @event_processor
+        class Mailer2:
+            @on_event
+            def stepped(self, _: Stepped) -> None:
+                pass
+
+        app = app_of(store, Mailer2())
+        async with app.serving(app.runtime(signals=False, shutdown_quiet_period=0)):
+            with pytest.raises(FailureNotRetryableError, match=r"no function event-dispatcher/Mailer.stepped"):
+                await app.retry_failure(failure.id)
+
+    async def test_a_function_that_does_not_handle_the_event_any_more(self, store: SqliteStore) -> None:
+        async with failed(app_of(store, Mailer())) as failure:
+            pass
+        elsewhere = FailedExecution.of(
+            OSError(),
+            function=failure.function,
+            aggregate_id=failure.aggregate_id,
+            version=2,
+            sequence=2,  # there is one event
+            attempts=1,
+        )
+        await store.record(elsewhere)
+        beyond = FailedExecution.of(
+            OSError(),
+            function=failure.function,
+            aggregate_id=failure.aggregate_id,
+            version=4,
+            sequence=1,
+            attempts=1,
+        )
+        await store.record(beyond)
+        app = app_of(store, Mailer())
+        async with app.serving(app.runtime(signals=False, shutdown_quiet_period=0)):
+            with pytest.raises(FailureNotRetryableError, match=r"none of the functions for its event are named"):
+                await app.retry_failure(elsewhere.id)
+            with pytest.raises(FailureNotRetryableError, match=r"version 4 of chains.chain/a is not in the store"):
+                await app.retry_failure(beyond.id)
+
+    async def test_a_function_that_would_wait_for_itself(self, store: SqliteStore) -> None:
+        @event_processor
+        class Own:
+            def __init__(self) -> None:
+                self.app: App | None = None
+                self.refused = ""
+
+            @on_event
+            async def stepped(self, event: Stepped) -> None:
+                if event.number == 2:
+                    raise OSError("unreachable")
+                if event.number == 3:
+                    assert self.app is not None
+                    (failure,) = await open_failures(self.app)
+                    try:
+                        await self.app.retry_failure(failure.id)
+                    except FailureNotRetryableError as error:
+                        self.refused = str(error)
+
+        own = Own()
+        own.app = app_of(store, own)
+        async with failed(own.app):
+            pass
+        assert own.refused.endswith("a function that handles a message would wait for itself")
+
+
+class TestTurns:
+    async def test_nothing_else_of_its_aggregate_is_handled_meanwhile_and_others_are(self, store: SqliteStore) -> None:
+        seq, log = Sequencer(), []
+
+        @event_processor
+        class Mails:
+            broken = True
+
+            @on_event
+            async def stepped(self, event: DomainEvent[Stepped]) -> None:
+                at = (event.aggregate_id.id, event.body.number)
+                if at == ("a", 2):
+                    if self.broken:
+                        raise OSError("unreachable")
+                    log.append("begin")
+                    async with seq(0):
+                        pass
+                    async with seq(2):
+                        log.append("end")
+                else:
+                    log.append(f"{at[0]}{at[1]}")
+
+        mails = Mails()
+        app = app_of(store, mails)
+        async with failed(app) as failure, trio.open_nursery() as nursery:
+            mails.broken = False
+            log.clear()
+            nursery.start_soon(app.retry_failure, failure.id)
+            async with seq(1):
+                with pytest.raises(FailureNotRetryableError, match="being tried already"):
+                    await app.retry_failure(failure.id)
+                await app.gateway.send_and_wait(Step("a", 4))
+                await app.gateway.send_and_wait(Step("b", 1))
+                await wait_all_tasks_blocked(0.01)
+        assert log == ["begin", "b1", "end", "a4"]
+
+    async def test_a_stop_waits_for_it_and_says_so(self, store: SqliteStore) -> None:
+        finish, began = trio.Event(), trio.Event()
+
+        @event_processor
+        class Mails:
+            broken = True
+
+            @on_event
+            async def stepped(self, event: Stepped) -> None:
+                if event.number == 2 and self.broken:
+                    raise OSError("unreachable")
+                if event.number == 2:
+                    began.set()
+                    await finish.wait()
+
+        mails, results = Mails(), []
+        app = app_of(store, mails)
+        runtime = app.runtime(signals=False, shutdown_quiet_period=0)
+
+        async def retry(id: str) -> None:
+            results.append(await app.retry_failure(id))
+
+        async with trio.open_nursery() as nursery:
+            await nursery.start(runtime.serve)
+            for number in (1, 2):
+                await app.gateway.send_and_wait(Step("a", number))
+            failure = await first_failure(app)
+            mails.broken = False
+            nursery.start_soon(retry, failure.id)
+            await began.wait()
+            runtime.request_stop()
+            await wait_all_tasks_blocked()
+            names = [lease.name for lease in runtime.statistics().leases]
+            assert names == [f"failure {failure.id} of event-dispatcher/Mails.stepped once more"]
+            finish.set()
+        assert results == [True]
+        assert await open_failures(app) == []
+
+    async def test_a_forced_stop_ends_it_and_it_stays_open(self, store: SqliteStore) -> None:
+        began = trio.Event()
+
+        @event_processor
+        class Mails:
+            broken = True
+
+            @on_event
+            async def stepped(self, event: Stepped) -> None:
+                if event.number == 2 and self.broken:
+                    raise OSError("unreachable")
+                if event.number == 2:
+                    began.set()
+                    await trio.sleep_forever()
+
+        mails = Mails()
+        app = app_of(store, mails)
+        runtime = app.runtime(signals=False, shutdown_quiet_period=0)
+
+        async def retry(id: str) -> None:
+            with pytest.raises(ExecutorClosedError):
+                await app.retry_failure(id)
+
+        async with trio.open_nursery() as nursery:
+
+            async def serve(task_status: trio.TaskStatus[Runtime]) -> None:
+                with pytest.raises(ShutdownDeadlineError):
+                    await runtime.serve(task_status=task_status)
+
+            await nursery.start(serve)
+            for number in (1, 2):
+                await app.gateway.send_and_wait(Step("a", number))
+            failure = await first_failure(app)
+            mails.broken = False
+            nursery.start_soon(retry, failure.id)
+            await began.wait()
+            runtime.force_stop()
+        assert [each.id for each in await open_failures(app)] == [failure.id]
+
+
+class Narrow(InMemoryDomainEventBus):
+    """Takes no stream as long as it is told so."""
+
+    narrow = True
+
+    async def send(self, message: DomainEventStream, /) -> None:
+        if self.narrow:
+            raise SerializationError("too large for this bus")
+        await super().send(message)
+
+
+class TestPublications:
+    async def test_one_that_can_never_succeed_is_parked_and_the_command_ends(self, mock_clock: MockClock) -> None:
+        domain, events, failures = Domain([Chain]), Narrow(), InMemoryFailureStore()
+        store = InMemoryEventStore(domain.serializer)
+        retries = FailureRetries(failures, store)
+        commands = InMemoryCommandBus()
+        gateway = CommandGateway(domain, commands)
+        dispatcher = CommandDispatcher(
+            domain, commands, store, events, results=gateway.results, failures=failures, retries=retries
+        )
+        runtime = Runtime([dispatcher, gateway], signals=False, shutdown_quiet_period=0)
+        async with trio.open_nursery() as nursery:
+            await nursery.start(runtime.serve)
+            assert (await gateway.send_and_wait(Step("a"))).version == 1
+            (failure,) = await failures.failures()
+            assert failure.function == "command-dispatcher/publication"
+            assert (failure.version, failure.sequence, failure.error) == (1, 0, "SerializationError")
+            assert failure.attempts == 1
+            assert not await retries.retry(failure.id)
+            assert [each.attempts for each in await failures.failures()] == [2]
+            events.narrow = False
+            assert await retries.retry(failure.id)
+            assert await failures.failures() == []
+            runtime.request_stop()
