@@ -11,6 +11,7 @@ import pytest
 import trio
 from runtime_support import CatchingUp, Part, quick, raising, shielded, sleeping
 from support import ListSource, PythonProcess, a_cancelled, collect, forever, itself, task_names
+from trio.lowlevel import enable_ki_protection
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from trio_wow.errors import ExecutorClosedError, HandlerExitError, RuntimeStateError, ShutdownDeadlineError
@@ -373,6 +374,43 @@ class TestFailure:
     async def test_keyboard_interrupt_of_a_component_is_raised(self) -> None:
         failing = Part("a", [], start=lambda part: part.context.report_failure(KeyboardInterrupt()))
         assert isinstance(await collect(quick([failing]).serve), KeyboardInterrupt)
+
+    @pytest.mark.parametrize("when", ["prepare", "running", "quiet", "stop"])
+    def test_ctrl_c_in_the_task_that_serves_asks_for_a_stop_and_in_a_stop_forces_it(self, when: str) -> None:
+        log: list[str] = []
+        executor = KeyedExecutor()
+
+        @enable_ki_protection
+        async def act(part: Part) -> None:
+            signal.raise_signal(signal.SIGINT)
+            await trio.sleep(1)
+
+        def start(part: Part) -> None:
+            assert part.context is not None
+            lease = part.context.try_acquire()
+            part.spawn(partial(work, part, lease))
+
+        async def work(part: Part, lease: ActivityLease | None) -> None:
+            assert lease is not None
+            if when == "running":
+                await act(part)
+            runtime.request_stop()
+            if when == "quiet":
+                await act(part)
+            lease.close()
+
+        steps = {when: act} if when in ("prepare", "stop") else {}
+        runtime = quick([Part("a", log), Part("b", log, **{"start": start, **steps})], executor=executor)
+        with pytest.raises((KeyboardInterrupt, BaseExceptionGroup)) as caught:
+            trio.run(runtime.serve, clock=MockClock(autojump_threshold=0))
+        if when in ("prepare", "running"):
+            assert isinstance(caught.value, KeyboardInterrupt)
+            assert log[-4:] == ["quiesce a", "quiesce b", "stop b", "stop a"]
+        else:
+            assert isinstance(caught.value, BaseExceptionGroup)
+            assert [type(error) for error in caught.value.exceptions] == [KeyboardInterrupt, ShutdownDeadlineError]
+            assert log[-2:] == ["force_stop b", "force_stop a"]
+        assert executor.statistics().closed
 
     @pytest.mark.filterwarnings("ignore:.*strict_exception_groups:trio.TrioDeprecationWarning")
     def test_a_host_without_strict_exception_groups_gets_the_same_ordered_stop(self) -> None:

@@ -142,7 +142,9 @@ class Runtime:
             BaseException: what a component raised. A single error itself; several, a forced stop included, as a group
                 with the first one first. A `SystemExit` comes as `HandlerExitError`.
 
-        Cancellation: asks for a stop, finishes in order within the deadline, then `Cancelled` is raised.
+        Cancellation: asks for a stop, finishes in order within the deadline, then `Cancelled` is raised. A
+            `KeyboardInterrupt`, where this is the main task and takes no signals, asks for a stop too, or forces one
+            that has begun, and is raised.
         """
         if self._state is not RuntimeState.NEW:
             raise RuntimeStateError("serve can be called only once; make a new Runtime", self._state.name)
@@ -166,11 +168,19 @@ class Runtime:
                 self._force("force_stop()")
         cancelled: BaseException | None = None
         try:
-            async with trio.open_nursery() as watch:
-                watch.start_soon(self._watch_cancellation, name="runtime cancellation watch")
-                with trio.CancelScope(shield=True):
-                    await self._run(task_status, takes_signals=takes_signals)
-                watch.cancel_scope.cancel()
+            async with trio.open_nursery() as nursery:
+                # Not in this task: where it is the main one, Trio raises Ctrl+C in the middle of what it waits for.
+                nursery.start_soon(self._run_shielded, task_status, takes_signals, nursery.cancel_scope, name="runtime")
+                while True:
+                    try:
+                        await trio.sleep_forever()
+                    except trio.Cancelled:
+                        self._begin_stop()
+                        raise
+                    except BaseException as error:
+                        if self._state is RuntimeState.STOPPING:
+                            self._force(type(error).__name__)
+                        self._fail(error)
         except BaseException as error:
             cancelled, failure = split_cancelled(error)
             if failure is not None:
@@ -276,13 +286,6 @@ class Runtime:
                 raise cancelled
             self._fail(RuntimeError(f"{what} raised trio.Cancelled although nothing had been cancelled"))
 
-    async def _watch_cancellation(self) -> None:
-        try:
-            await trio.sleep_forever()
-        except trio.Cancelled:
-            self._begin_stop()
-            raise
-
     async def _watch_deadline(self) -> None:
         """Force the stop where a step that shields itself keeps `_start` or `_stop` from doing so."""
         await self._stop_requested.wait()
@@ -309,6 +312,13 @@ class Runtime:
             self._begin_stop()
             async for number in received:
                 self._force(f"a second signal ({signal.Signals(number).name})")
+
+    async def _run_shielded(
+        self, task_status: trio.TaskStatus["Runtime"], takes_signals: bool, until: trio.CancelScope
+    ) -> None:
+        with trio.CancelScope(shield=True):
+            await self._run(task_status, takes_signals=takes_signals)
+        until.cancel()
 
     async def _run(self, task_status: trio.TaskStatus["Runtime"], *, takes_signals: bool) -> None:
         async with trio.open_nursery() as tree:
