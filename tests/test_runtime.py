@@ -180,6 +180,19 @@ class TestStart:
         assert stops == (["stop b", "stop a"] if step == "prepare" else ["stop c", "stop b", "stop a"])
         assert started == []
 
+    async def test_a_host_that_fails_when_it_is_told_of_the_start_rolls_it_back_too(self) -> None:
+        class Refusing(trio.TaskStatus[Any]):
+            def started(self, value: Any = None) -> None:
+                raise error
+
+        log: list[str] = []
+        error = OSError("no route")
+        executor = KeyedExecutor()
+        runtime = quick([Part("a", log), Part("b", log)], executor=executor)
+        assert await collect(partial(runtime.serve, task_status=Refusing())) is error
+        assert log[-4:] == ["quiesce a", "quiesce b", "stop b", "stop a"]
+        assert executor.statistics().closed
+
     async def test_a_stop_asked_before_serve_starts_nothing(self) -> None:
         log: list[str] = []
         runtime = quick([Part("a", log)])

@@ -332,7 +332,7 @@ class Runtime:
                 self._state = RuntimeState.RUNNING
                 self._served = True
                 self._admission.open_intake()
-                task_status.started(self)
+                self._guarded(partial(task_status.started, self))
             await self._stop_requested.wait()
             await self._stop()
             tree.cancel_scope.cancel()
@@ -465,7 +465,7 @@ class Runtime:
             slot.step = None
 
     def _guarded(self, step: Callable[[], object]) -> None:
-        """Run one step of one component; its failure must not keep the others from stopping."""
+        """Run one step that does not wait; its failure must not keep components from stopping."""
         try:
             step()
         except BaseException as error:
