@@ -226,10 +226,12 @@ class TestStart:
                 act(part)
                 await trio.lowlevel.checkpoint()
 
-        runtime = quick([Part("a", log, **{step: shielded_act if step == "prepare" else act}), Part("b", log)])
+        parts = [CatchingUp("a", log, **{step: shielded_act if step == "prepare" else act}), CatchingUp("b", log)]
+        runtime = quick(parts)
         error = await collect(runtime.serve)
         assert isinstance(error, ValueError) == (how == "fail")
         assert f"{step} b" not in log
+        assert not [line for line in log if line.startswith("caught_up")]
         assert log[-1] == "stop a"
 
     @pytest.mark.parametrize("step", ["prepare", "caught_up", "stop"])

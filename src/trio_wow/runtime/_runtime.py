@@ -368,6 +368,7 @@ class Runtime:
             for slot in self._slots:
                 if not self._stop_requested.is_set():
                     slot.component.start()
+            await trio.lowlevel.checkpoint_if_cancelled()
             await self._catch_up()
         except BaseException as error:
             self._absorb(error, self._start_scope, "the start of a component")
