@@ -4,6 +4,7 @@ import signal
 import textwrap
 import threading
 from collections.abc import Awaitable, Callable
+from contextvars import copy_context
 from functools import partial
 from typing import Any
 
@@ -851,6 +852,16 @@ class TestQuietPeriod:
             assert not lease.is_open
             done.set()
         assert seen == [True, False]
+
+    async def test_a_lease_that_is_left_in_another_context_is_closed_all_the_same(self) -> None:
+        admission = Admission()
+        lease = admission.try_acquire("one")
+        assert lease is not None
+        copy_context().run(lease.__enter__)
+        with pytest.raises(ValueError, match="different Context"):
+            lease.__exit__(None, None, None)
+        assert not lease.is_open
+        assert admission.leases == ()
 
 
 class TestCancellation:
