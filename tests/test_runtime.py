@@ -983,9 +983,26 @@ async def test_only_one_runtime_of_a_process_takes_its_signals() -> None:
         await third.wait_stopped()
         first.request_stop()
     assert signal.getsignal(signal.SIGINT) is before
+    for _ in range(20):  # tasks of one moment run in any order
+        await _serve_one_after_a_cancelled_one()
     fourth = Runtime([], shutdown_quiet_period=0)
     fourth.request_stop()
     await fourth.serve()
+
+
+async def _serve_one_after_a_cancelled_one() -> None:
+    cancelled, following = Runtime([], shutdown_quiet_period=0), Runtime([], shutdown_quiet_period=0)
+    following.request_stop()
+    async with trio.open_nursery() as nursery:
+
+        async def follow() -> None:
+            await cancelled.wait_stopped()
+            await following.serve()
+
+        nursery.start_soon(follow)
+        async with trio.open_nursery() as serving:
+            await serving.start(cancelled.serve)
+            serving.cancel_scope.cancel()
 
 
 SERVICE = """

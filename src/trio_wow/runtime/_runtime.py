@@ -158,6 +158,8 @@ class Runtime:
         finally:
             if takes_signals:
                 _signals_free.release()
+            self._state = RuntimeState.STOPPED
+            self._stopped.set()
 
     async def _serve(self, task_status: trio.TaskStatus["Runtime"], *, takes_signals: bool) -> None:
         self._state = RuntimeState.STARTING
@@ -185,9 +187,6 @@ class Runtime:
             cancelled, failure = split_cancelled(error)
             if failure is not None:
                 self._errors.append(_without_exit(failure))
-        finally:
-            self._state = RuntimeState.STOPPED
-            self._stopped.set()
         if cancelled is not None:
             if not self._errors:
                 await trio.lowlevel.checkpoint_if_cancelled()
