@@ -95,6 +95,21 @@ class TestOrder:
             runtime.request_stop()
         assert log[-4:] == ["stop b", "stopped b", "stop a", "stopped a"]
 
+    async def test_a_component_may_end_its_tasks_by_cancelling_its_nursery_when_it_stops(self) -> None:
+        log: list[str] = []
+
+        async def stop(part: Part) -> None:
+            assert part.context is not None
+            part.context.nursery.cancel_scope.cancel()
+            await wait_all_tasks_blocked()  # closes a connection, say
+            log.append(f"stopped {part.name}")
+
+        parts = [Part("a", log), Part("b", log, start=lambda part: part.spawn(trio.sleep_forever), stop=stop)]
+        async with trio.open_nursery() as nursery:
+            runtime = await nursery.start(quick(parts).serve)
+            runtime.request_stop()
+        assert log[-3:] == ["stop b", "stopped b", "stop a"]
+
     async def test_the_executor_is_closed_after_the_last_component(self) -> None:
         log: list[str] = []
         executor = KeyedExecutor()

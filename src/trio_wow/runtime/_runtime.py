@@ -347,7 +347,8 @@ class Runtime:
             for error in group.exceptions:
                 self._fail(error)
         else:
-            if not slot.released.is_set() and not slot.scope.cancel_called:
+            # A component may end its own tasks by cancelling its nursery when it stops.
+            if slot.step != "stop" and not slot.released.is_set() and not slot.scope.cancel_called:
                 self._fail(
                     RuntimeError(f"a task of {slot.name} raised trio.Cancelled although nothing had been cancelled")
                 )
