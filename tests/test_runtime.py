@@ -209,6 +209,25 @@ class TestStart:
         assert log[-4:] == ["quiesce a", "quiesce b", "stop b", "stop a"]
         assert executor.statistics().closed
 
+    async def test_what_fails_to_catch_up_after_others_were_cancelled_is_raised_too(self) -> None:
+        error = ValueError("on the way out")
+
+        async def fail_when_cancelled(part: Part) -> None:
+            try:
+                await trio.sleep_forever()
+            finally:
+                await shielded(0)
+                raise error
+
+        steps = {"a": sleeping, "b": fail_when_cancelled, "c": sleeping}
+        runtime = quick([CatchingUp(name, [], caught_up=step) for name, step in steps.items()])
+        caught: list[BaseException | None] = []
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(collect, runtime.serve, caught)
+            await wait_all_tasks_blocked()
+            runtime.request_stop()
+        assert caught == [error]
+
     async def test_a_stop_asked_before_serve_starts_nothing(self) -> None:
         log: list[str] = []
         runtime = quick([Part("a", log)])

@@ -388,8 +388,12 @@ class Runtime:
             if nursery.cancel_scope.cancel_called:
                 raise RuntimeError("caught_up of a component raised trio.Cancelled although nothing had been cancelled")
         except BaseExceptionGroup as group:
-            for error in group.exceptions:
-                self._absorb(error, self._start_scope, "caught_up of a component")
+            # All failures before the cancellation, which ends this.
+            cancelled, failures = group.split(trio.Cancelled)
+            for error in () if failures is None else failures.exceptions:
+                self._fail(error)
+            if cancelled is not None:
+                self._absorb(cancelled, self._start_scope, "caught_up of a component")
 
     async def _stop(self) -> None:
         prepared = [slot for slot in self._slots if slot.prepared]
