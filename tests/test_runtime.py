@@ -358,6 +358,34 @@ class TestFailure:
         assert log[-6:] == ["quiesce a", "quiesce b", "quiesce c", "stop c", "stop b", "stop a"]
         assert trio.current_time() - start == 1
 
+    async def test_a_task_that_fails_ends_the_runtime_though_another_of_its_component_does_not_leave(
+        self, autojump_clock: MockClock
+    ) -> None:
+        error = ValueError("broken")
+
+        async def fail() -> None:
+            await trio.sleep(1)
+            raise error
+
+        def start(part: Part) -> None:
+            part.spawn(partial(shielded, 30), "deaf task")
+            part.spawn(fail)
+
+        part = Part("a", [], start=start)
+        runtime = quick([part], shutdown_quiet_period=5)
+        caught: list[BaseException | None] = []
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(collect, runtime.serve, caught)
+            await trio.sleep(1.5)
+            assert runtime.state.name == "STOPPING"
+            assert part.context is not None
+            assert part.context.admission.is_closed
+            await runtime.wait_forced()
+            assert trio.current_time() == pytest.approx(1 + 10)
+        (raised,) = caught
+        assert isinstance(raised, ExceptionGroup)
+        assert {type(each) for each in raised.exceptions} == {ValueError, ShutdownDeadlineError}
+
     async def test_a_failure_closes_admission_at_once_and_waits_for_no_quiet(self, autojump_clock: MockClock) -> None:
         log: list[str] = []
         part = Part("a", log)

@@ -260,6 +260,9 @@ class Runtime:
         if rest is not None:
             self._reported.extend(_leaves(rest))
             self._errors.append(_without_exit(rest))
+        self._begin_to_fail()
+
+    def _begin_to_fail(self) -> None:
         self._admission.close()
         self._begin_stop()
         self._start_scope.cancel()
@@ -341,7 +344,13 @@ class Runtime:
             with slot.scope:
                 async with trio.open_nursery(strict_exception_groups=True) as slot.nursery:
                     task_status.started()
-                    await slot.released.wait()
+                    try:
+                        await slot.released.wait()
+                    except trio.Cancelled:
+                        # A task has failed. What it raised comes when the others have left, which may take its time.
+                        if slot.step != "stop" and not slot.scope.cancel_called:
+                            self._begin_to_fail()
+                        raise
         except BaseExceptionGroup as group:
             # The nursery's own group, one layer: what a task raised stays as it is, groups included.
             for error in group.exceptions:
