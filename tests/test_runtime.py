@@ -439,11 +439,15 @@ class TestFailure:
         error: BaseException = SystemExit(0)
         if wrapped:
             error = BaseExceptionGroup("group", [ValueError("kept"), error])
+            error.add_note("while it did something")
+            error.__cause__ = LookupError("why")
         failing = Part("a", [], start=lambda part: part.context.report_failure(error))
         caught = await collect(quick([failing]).serve)
         if wrapped:
             assert isinstance(caught, ExceptionGroup)
             assert [type(leaf) for leaf in caught.exceptions] == [ValueError, HandlerExitError]
+            assert caught.__notes__ == ["while it did something"]
+            assert caught.__cause__ is error.__cause__
         else:
             assert isinstance(caught, HandlerExitError)
             assert caught.code == 0

@@ -529,5 +529,10 @@ def _without_exit(error: BaseException) -> BaseException:
     if isinstance(error, BaseExceptionGroup):
         inner = [_without_exit(leaf) for leaf in error.exceptions]
         if any(new is not old for new, old in zip(inner, error.exceptions, strict=True)):
-            return BaseExceptionGroup(error.message, inner).with_traceback(error.__traceback__)
+            group = BaseExceptionGroup(error.message, inner).with_traceback(error.__traceback__)
+            group.__cause__, group.__context__ = error.__cause__, error.__context__
+            group.__suppress_context__ = error.__suppress_context__
+            for note in getattr(error, "__notes__", ()):  # says of which message it came
+                group.add_note(note)
+            return group
     return error
