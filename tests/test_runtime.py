@@ -982,6 +982,24 @@ class TestThreads:
         assert isinstance(error, ShutdownDeadlineError) == force
         await trio.to_thread.run_sync(ask)
 
+    def test_a_stop_asked_by_a_signal_handler_between_tasks_does_not_interfere_with_their_scheduling(self) -> None:
+        runtime = quick([])
+        states: list[str] = []
+
+        class Between(trio.abc.Instrument):
+            def before_io_wait(self, timeout: float) -> None:
+                if runtime.state.name == "RUNNING":
+                    signal.raise_signal(signal.SIGTERM)
+                    states.append(runtime.state.name)
+
+        before = signal.signal(signal.SIGTERM, lambda *_: runtime.request_stop())
+        try:
+            trio.run(runtime.serve, instruments=[Between()])
+        finally:
+            signal.signal(signal.SIGTERM, before)
+        assert states[0] == "RUNNING"
+        assert runtime.state.name == "STOPPED"
+
     def test_a_stop_asked_after_the_run_is_no_error(self) -> None:
         runtime = quick([])
 

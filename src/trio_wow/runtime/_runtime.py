@@ -227,7 +227,8 @@ class Runtime:
         if self._token is None:
             return
         act = self._begin_stop if what == "stop" else self._force_by_request
-        if trio.lowlevel.in_trio_run() and trio.lowlevel.current_trio_token() is self._token:
+        # Not between tasks: a signal handler may have interrupted Trio's own scheduling there.
+        if trio.lowlevel.in_trio_task() and trio.lowlevel.current_trio_token() is self._token:
             act()
             return
         try:
