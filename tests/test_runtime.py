@@ -527,7 +527,7 @@ class TestDeadline:
         error = caught[0]
         assert isinstance(error, ShutdownDeadlineError)
         assert error.reason == "its deadline (7 s)"
-        assert error.held == {"hung": ("hung task",), "first": ()}
+        assert error.held == {"hung": ("its stop()", "hung task"), "first": ()}
         assert log[-3:] == ["force_stop last", "force_stop hung", "force_stop first"]
         assert runtime.state.name == "STOPPED"
 

@@ -34,8 +34,14 @@ class _Slot:
         self.scope = trio.CancelScope()
         self.prepared = False
         self.step: str | None = None
+        self.cut_off = False
         self.released = trio.Event()
         self.left = trio.Event()
+
+    @property
+    def waiting_for(self) -> str | None:
+        """The step that it is in, or that a forced stop has just interrupted."""
+        return "stop" if self.cut_off else self.step
 
 
 class Runtime:
@@ -416,9 +422,11 @@ class Runtime:
             for slot in prepared:
                 self._guarded(slot.component.quiesce)
             for slot in reversed(prepared):
+                forced = self._graceful.cancel_called
                 try:
                     await self._in_step(slot, "stop", slot.component.stop)
                 except BaseException as error:
+                    slot.cut_off = self._graceful.cancel_called and not forced
                     self._absorb(error, self._graceful, f"stop of {slot.name}")
                 slot.released.set()
                 await slot.left.wait()
@@ -459,7 +467,7 @@ class Runtime:
         """
         slots = [slot for slot in reversed(self._slots) if slot.prepared and not slot.left.is_set()]
         held = {
-            slot.name: (*(() if slot.step is None else (f"its {slot.step}()",)), *_task_names(slot.nursery))
+            slot.name: (*((f"its {step}()",) if (step := slot.waiting_for) else ()), *_task_names(slot.nursery))
             for slot in slots
         }
         if not held and (dispatches := self._executor.statistics().dispatches):
