@@ -9,6 +9,7 @@ import pytest
 import trio
 from attrs import define, evolve, field, frozen
 from chain_domain import Chain, Step, Stepped, Steps, registry_of
+from support import a_cancelled, collect
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from trio_wow import (
@@ -545,6 +546,23 @@ class TestFilters:
     def test_retry_refuses_numbers_out_of_their_range(self, wrong: dict[str, Any]) -> None:
         with pytest.raises(ValueError, match="must be"):
             Retry(**wrong)
+
+    @pytest.mark.parametrize("last", [SystemExit, KeyboardInterrupt, trio.Cancelled])
+    async def test_retry_asks_of_no_exit_and_no_cancellation(self, last: type[BaseException]) -> None:
+        asked: list[BaseException] = []
+        raised: list[BaseException] = [OSError("first"), await a_cancelled() if last is trio.Cancelled else last()]
+
+        def on(error: BaseException) -> bool:
+            asked.append(error)
+            return True
+
+        async def handler(handling: Handling) -> None:
+            await trio.lowlevel.checkpoint()
+            handling.attempts += 1
+            raise raised[handling.attempts - 1]
+
+        assert await collect(lambda: FilterChain([Retry(on)]).around(handler)(Handling("d", None))) is raised[-1]
+        assert {type(error) for error in asked} == {OSError}
 
 
 class Recorder:
