@@ -512,6 +512,19 @@ class TestFilters:
             ("message", "out"),
         ]
 
+    @pytest.mark.parametrize("error", [None, OSError("no metrics")], ids=["returns nothing", "raises"])
+    async def test_what_is_stored_is_published_whatever_a_filter_makes_of_it(self, error: Exception | None) -> None:
+        async def note(handling: Handling, proceed: Handler) -> None:
+            await proceed(handling)
+            if error is not None and handling.function == "Chain.step":
+                raise error
+
+        steps = Steps()
+        async with serving(App([Chain], [steps], function_filters=[note])) as gateway:
+            result = await gateway.send_and_wait(Step("a", 7))
+        assert steps.of == {"a": [7]}
+        assert (result.version, result.error and result.error.text) == (1, error and str(error))
+
     async def test_the_chain_is_composed_once_for_each_version_of_its_list(self) -> None:
         calls: list[str] = []
 

@@ -4,6 +4,8 @@ import logging
 from inspect import isawaitable
 from typing import Any, cast
 
+from attrs import define
+
 from trio_wow.buses import CommandBus, DomainEventBus, StateEventBus
 from trio_wow.dispatch._dispatcher import MessageDispatcher
 from trio_wow.dispatch._filters import FilterChain, Handling, Outcome, Retry, StageNotifier, leaves
@@ -32,6 +34,17 @@ from trio_wow.runtime import RuntimeContext
 __all__ = ["CommandDispatcher", "conflict_retry"]
 
 _log = logging.getLogger("trio_wow.dispatch")
+
+
+@define(eq=False)
+class _Deciding(Handling):
+    """One command on its way through the function filters.
+
+    Attributes:
+        stored: what is stored and is to be published; `None` as long as the command has led to nothing.
+    """
+
+    stored: StateEvent[Any] | None = None
 
 
 class CommandDispatcher(MessageDispatcher[CommandMessage]):
@@ -104,16 +117,15 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
         """See the class."""
         message: CommandMessage = handling.message
         stream: DomainEventStream | None = None
-        state: StateEvent[Any] | None = None
         error: Exception | None = None
+        deciding = _Deciding(self.name, message)
         try:
             stream = await self._stored(message)
             if stream is None:
                 function = self._repository.model_of(message.aggregate_id).command_function(type(message.body))
-                attempt = Handling(self.name, message, function.name)
+                deciding.function = function.name
                 try:
-                    state = cast("StateEvent[Any] | None", await self._attempt(attempt))
-                    stream = None if state is None else state.stream
+                    await self._attempt(deciding)
                 except DuplicateRequestIdError as raised:  # another process has stored it meanwhile
                     stream, error = await self._stored(message), raised
             else:
@@ -122,6 +134,9 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
             _log_failure(message, raised)
             await self._tell(message, raised)
             stream, error = None, raised
+        state = deciding.stored
+        if state is not None:  # whatever a filter has returned or raised since
+            stream = state.stream
         if stream is not None and not await self._published(stream):
             return False
         if state is not None and self._state_events is not None:
@@ -149,9 +164,9 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
             raise TenantMismatchError(message.aggregate_id, message.aggregate_id.tenant)
         return stream
 
-    async def _decide_and_append(self, handling: Handling) -> StateEvent[Any] | None:
-        """Return what is now stored and is to be published, or `None` if the command has led to nothing."""
+    async def _decide_and_append(self, handling: Handling) -> None:
         handling.attempts += 1
+        deciding = cast("_Deciding", handling)
         message: CommandMessage = handling.message
         aggregate = await self._repository.load(message.aggregate_id)
         function = aggregate.model.command_function(type(message.body))
@@ -160,7 +175,7 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
         decided = await self._call(function, message, aggregate.state, message.body)
         events = aggregate.model.events_of(message.body, decided)
         if not events:
-            return None
+            return
         stream = aggregate.advance(message, events)
         try:
             await self._store.append(stream)
@@ -168,7 +183,7 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
             stored = await self._stored(message)
             if stored is None or stored.id != stream.id:
                 raise
-        return StateEvent(stream, aggregate.state, aggregate.deleted)
+        deciding.stored = StateEvent(stream, aggregate.state, aggregate.deleted)
 
     async def _tell(self, message: CommandMessage, error: Exception) -> None:
         """Tell the aggregate, as it is stored, of a command that has failed."""
