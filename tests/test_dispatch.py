@@ -47,6 +47,7 @@ from trio_wow.dispatch import CommandDispatcher, CommandResults, FunctionRegistr
 from trio_wow.domain import Domain
 from trio_wow.errors import (
     AdmissionClosedError,
+    AppendOutcomeUnknownError,
     CommandFailedError,
     ConfigurationError,
     HandlerExitError,
@@ -194,6 +195,26 @@ class TestCommands:
         assert result.error.code == "DuplicateRequestIdError"
         assert steps.of == {"a": [7]}
         assert not caplog.records
+
+    async def test_an_append_that_is_not_known_stays_so_when_the_store_cannot_be_asked_either(self) -> None:
+        class CutOff(InMemoryEventStore):
+            appended = False
+
+            async def append(self, stream: DomainEventStream) -> None:
+                await super().append(stream)
+                self.appended = True
+                raise AppendOutcomeUnknownError(stream.aggregate_id, stream.version)
+
+            async def load_request(self, aggregate_id: AggregateId, request_id: str) -> DomainEventStream | None:
+                if self.appended:
+                    raise StoreLockedError("here", "locked")
+                return await super().load_request(aggregate_id, request_id)
+
+        domain = Domain([Chain])
+        async with serving(App(domain, store=CutOff(domain.serializer))) as gateway:
+            result = await gateway.send_and_wait(Step("a"))
+        assert result.error is not None
+        assert (result.error.code, result.error.undecided) == ("AppendOutcomeUnknownError", True)
 
     async def test_a_store_that_cannot_be_used_is_told_without_a_traceback(
         self, caplog: pytest.LogCaptureFixture

@@ -1,6 +1,7 @@
 """Commands: load, decide, apply, append, publish, acknowledge, report."""
 
 import logging
+from contextlib import suppress
 from inspect import isawaitable
 from typing import Any, cast
 
@@ -180,7 +181,9 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
         try:
             await self._store.append(stream)
         except AppendOutcomeUnknownError:
-            stored = await self._stored(message)
+            stored = None
+            with suppress(Exception):  # it stays unknown: the error of this would say that nothing was written
+                stored = await self._stored(message)
             if stored is None or stored.id != stream.id:
                 raise
         deciding.stored = StateEvent(stream, aggregate.state, aggregate.deleted)
