@@ -660,6 +660,12 @@ class TestFailures:
         if not goes_on:  # the next one tries again, once
             assert [each.attempts for each in recorder.failures] == [4, 5]
 
+    async def test_a_recorder_whose_answer_is_none_has_failed(self, caplog: pytest.LogCaptureFixture) -> None:
+        mails = Mails(1_000, CommandRejectedError("never"))
+        await run_three(mails, failures=Recorder(None))  # type: ignore[arg-type]
+        assert mails.done == [1]
+        assert "and recording that failed" in caplog.records[0].getMessage()
+
     def test_an_error_that_cannot_be_shown_is_described_all_the_same(self) -> None:
         class UnshowableError(Exception):
             def __str__(self) -> str:

@@ -397,7 +397,7 @@ class ProcessorDispatcher(MessageDispatcher[M]):
             attempts=calling.attempts,
         )
         try:
-            recording = await self._failures.record(failure)
+            return _OUTCOMES[await self._failures.record(failure)]
         except Exception:
             _log.exception(
                 "%s failed on version %s of %s (%s: %s), and recording that failed",
@@ -408,7 +408,6 @@ class ProcessorDispatcher(MessageDispatcher[M]):
                 failure.text,
             )
             return Outcome.RECORDING_FAILED
-        return _OUTCOMES[recording]
 
     async def _keep_checkpoints(self, store: EventStore) -> None:
         with self._keeping:
