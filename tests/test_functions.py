@@ -217,6 +217,49 @@ class TestWhatFunctionsTake:
                 @on_event
                 def on(self, event: Opened, *rest: Fees) -> None: ...
 
+    def test_the_state_of_another_aggregate_is_refused(self) -> None:
+        @frozen
+        class Move:
+            id: str
+
+        def other(context: str, handles: type) -> Any:
+            @aggregate(context=context)
+            @define
+            class Account:
+                id: str
+
+                @on_command
+                def decide(self, command: handles) -> Opened:  # type: ignore[valid-type]
+                    return Opened()
+
+                @on_sourcing
+                def opened(self, event: Opened) -> None: ...
+
+            return Account
+
+        namesake = other("elsewhere", Move)
+
+        @event_processor
+        class Wrong:
+            @on_event
+            def opened(self, event: Opened, chain: Chain) -> None: ...
+
+            @on_event
+            def both(self, event: Opened, state: Account) -> None: ...
+
+            @on_state_event
+            def of(self, state: Account, chain: Chain) -> None: ...
+
+        never = "what it handles happens to {} and never to that; take another state, or none"
+        with pytest.raises(ConfigurationError) as caught:  # `Chain` is not even registered
+            App([Account, namesake], [Wrong()], services={Fees: Fees(1)})
+        assert caught.value.problems == (
+            f"Wrong.opened takes chain: Chain, but {never.format('Account, Account')}",
+            "Wrong.both takes state: Account, but its events happen to <aggregate elsewhere.account: Account> too; "
+            "write a function for each aggregate",
+            f"Wrong.of takes chain: Chain, but {never.format('Account')}",
+        )
+
     def test_a_sealed_registry_takes_no_more(self) -> None:
         registry = registry_of(Domain([Chain]))
         registry.seal()
