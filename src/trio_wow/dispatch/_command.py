@@ -172,7 +172,7 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
         aggregate = await self._repository.load(message.aggregate_id)
         function = aggregate.model.command_function(type(message.body))
         aggregate.model.check_life(message.body, message.aggregate_id, aggregate.version, deleted=aggregate.deleted)
-        _check_version(message, function, aggregate.version)
+        _check_version(message, aggregate.version)
         decided = await self._call(function, message, aggregate.state, message.body)
         events = aggregate.model.events_of(message.body, decided)
         if not events:
@@ -242,11 +242,7 @@ def _is_conflict(error: BaseException) -> bool:
     return all(isinstance(leaf, VersionConflictError) for leaf in leaves(error))
 
 
-def _check_version(message: CommandMessage, function: CommandFunction, version: int) -> None:
-    if function.exists is True and not version:
-        raise AggregateNotFoundError(message.aggregate_id)
-    if function.exists is False and version:
-        raise AggregateExistsError(message.aggregate_id, version)
+def _check_version(message: CommandMessage, version: int) -> None:
     if message.expected_version is not None and message.expected_version != version:
         raise ExpectedVersionError(message.aggregate_id, message.expected_version, version)
 
