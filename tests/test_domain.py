@@ -1,6 +1,7 @@
 """The laws of aggregates, processors and the application's registry."""
 
 import math
+import sys
 from collections.abc import Callable
 from functools import wraps
 from typing import Annotated, Any, Generic, TypeVar
@@ -529,6 +530,23 @@ class TestProcessorModel:
             ("closed", (Closed,), True),
             ("opened_again", (Opened,), True),
         )
+
+    @pytest.mark.skipif(sys.version_info < (3, 12), reason="`type` statements came with Python 3.12")
+    def test_type_aliases_are_resolved_wherever_they_stand(self) -> None:
+        scope: dict[str, Any] = {"Opened": Opened, "Closed": Closed, "DomainEvent": DomainEvent}
+        exec("type One = Opened; type Two = One | Closed; type Envelope = DomainEvent[Two]; type No = Missing", scope)
+        one, two = scope["One"], scope["Two"]
+        for annotation, handles, takes_envelope in (
+            (two, (Opened, Closed), False),
+            (one | Closed, (Opened, Closed), False),
+            (DomainEvent[one], (Opened,), True),
+            (DomainEvent[Closed | one], (Closed, Opened), True),
+            (scope["Envelope"], (Opened, Closed), True),
+        ):
+            cls = projection(type("Listing", (), {"on": on_event(taking(annotation))}))
+            assert functions_of(cls()) == (("on", handles, takes_envelope),)
+        with pytest.raises(TypeError, match=r"Listing.on: .* cannot be resolved \(name 'Missing' is not defined\)"):
+            projection(type("Listing", (), {"on": on_event(taking(DomainEvent[scope["No"]]))}))
 
     def test_subclass_inherits_and_overrides_functions(self) -> None:
         @projection

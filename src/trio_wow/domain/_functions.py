@@ -284,16 +284,23 @@ def _annotation(function: Callable[..., object], parameter: inspect.Parameter, w
     try:
         # Only this one annotation: what the others name may be known to type checkers alone.
         scope = inspect.unwrap(function).__globals__
-        annotation = typing.get_type_hints(_Annotated(message=parameter.annotation), scope)["message"]
-        if sys.version_info >= (3, 12):
-            while isinstance(annotation, typing.TypeAliasType):
-                annotation = annotation.__value__
+        return _unaliased(typing.get_type_hints(_Annotated(message=parameter.annotation), scope)["message"])
     except Exception as error:
-        raise TypeError(
-            f"{where}: the annotation {parameter.annotation!r} cannot be resolved ({error}); "
-            "import the class at module level, outside `if TYPE_CHECKING`"
-        ) from error
+        raise _unresolved(parameter.annotation, where, error) from error
+
+
+def _unaliased(annotation: Any) -> Any:
+    if sys.version_info >= (3, 12):
+        while isinstance(annotation, typing.TypeAliasType):
+            annotation = annotation.__value__
     return annotation
+
+
+def _unresolved(annotation: Any, where: str, error: Exception) -> TypeError:
+    return TypeError(
+        f"{where}: the annotation {annotation!r} cannot be resolved ({error}); "
+        "import the class at module level, outside `if TYPE_CHECKING`"
+    )
 
 
 def _parameters(function: Callable[..., object]) -> list[inspect.Parameter]:
@@ -315,8 +322,10 @@ class _Annotated:
 
 def _classes(annotation: Any, where: str) -> tuple[type, ...]:
     """Return the classes that an annotation names: one, or those of a union."""
-    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
-    classes = typing.get_args(annotation) if is_union else (annotation,)
+    try:
+        classes = tuple(_members(annotation))
+    except Exception as error:  # an alias is evaluated when it is looked at
+        raise _unresolved(annotation, where, error) from error
     for cls in classes:
         if not isinstance(cls, type) or cls in (object, typing.Any, type(None)):
             hint = "; put the union inside the brackets" if typing.get_origin(cls) in (DomainEvent, StateEvent) else ""
@@ -324,3 +333,12 @@ def _classes(annotation: Any, where: str) -> tuple[type, ...]:
                 f"{where}: the annotation {annotation!r} must name one message class or a union of several{hint}"
             )
     return tuple(dict.fromkeys(classes))
+
+
+def _members(annotation: Any) -> Iterator[Any]:
+    annotation = _unaliased(annotation)
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        for each in typing.get_args(annotation):
+            yield from _members(each)
+    else:
+        yield annotation
