@@ -4,7 +4,7 @@ import math
 import sys
 from collections.abc import Callable
 from functools import wraps
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, Protocol, TypeVar
 
 import attrs
 import pytest
@@ -32,7 +32,7 @@ from trio_wow.errors import (
     UnroutableCommandError,
     UnsourcedEventError,
 )
-from trio_wow.messages import AggregateId, DomainEvent, DomainEventStream, message_type
+from trio_wow.messages import AggregateId, CommandMessage, DomainEvent, DomainEventStream, StateEvent, message_type
 
 T = TypeVar("T")
 
@@ -280,6 +280,10 @@ class Parcel(Generic[T]):
     id: T
 
 
+class Sized(Protocol):
+    size: int
+
+
 UNUSABLE = [
     pytest.param(Open | None, "must name one message class", id="optional"),
     pytest.param(list[Open], "must name one message class", id="list"),
@@ -292,6 +296,12 @@ UNUSABLE = [
     pytest.param("Missing", "import the class at module level", id="unknown name"),
     pytest.param("attrs.Missing", "import the class at module level", id="unknown attribute"),
     pytest.param("Open |", "", id="no expression"),
+    pytest.param(
+        CommandMessage, "not CommandMessage; what a message travels in may be a further", id="command message"
+    ),
+    pytest.param(DomainEventStream, "not DomainEventStream; what a message travels in", id="stream"),
+    pytest.param(StateEvent[Plain], "not StateEvent; what a message travels in", id="envelope of another kind"),
+    pytest.param(Sized, "Sized cannot say which classes inherit from it", id="protocol"),
 ]
 MARKS = pytest.mark.parametrize("mark", [on_command, on_sourcing, on_event], ids=lambda mark: mark.__name__)
 
@@ -591,7 +601,7 @@ class TestProcessorModel:
         ):
             projection(type("Mailer", (), {"wrong": on_event(taking(DomainEvent))}))
 
-    @pytest.mark.parametrize("inner", [object, Any, T, list[Opened], DomainEvent[Opened]], ids=str)
+    @pytest.mark.parametrize("inner", [object, Any, T, list[Opened], DomainEvent, DomainEvent[Opened]], ids=str)
     def test_envelope_around_no_single_class_is_refused(self, inner: Any) -> None:
         with pytest.raises(TypeError, match=r"Mailer\.wrong.*must name one message class"):
             projection(type("Mailer", (), {"wrong": on_event(taking(DomainEvent[inner]))}))
