@@ -545,18 +545,18 @@ class TestProcessorModel:
     def test_type_aliases_are_resolved_wherever_they_stand(self) -> None:
         scope: dict[str, Any] = {"Opened": Opened, "Closed": Closed, "DomainEvent": DomainEvent}
         exec("type One = Opened; type Two = One | Closed; type Envelope = DomainEvent[Two]; type No = Missing", scope)
-        one, two = scope["One"], scope["Two"]
+        one, two, domain_event = scope["One"], scope["Two"], scope["DomainEvent"]
         for annotation, handles, takes_envelope in (
             (two, (Opened, Closed), False),
             (one | Closed, (Opened, Closed), False),
-            (DomainEvent[one], (Opened,), True),
-            (DomainEvent[Closed | one], (Closed, Opened), True),
+            (domain_event[one], (Opened,), True),
+            (domain_event[Closed | one], (Closed, Opened), True),
             (scope["Envelope"], (Opened, Closed), True),
         ):
             cls = projection(type("Listing", (), {"on": on_event(taking(annotation))}))
             assert functions_of(cls()) == (("on", handles, takes_envelope),)
         with pytest.raises(TypeError, match=r"Listing.on: .* cannot be resolved \(name 'Missing' is not defined\)"):
-            projection(type("Listing", (), {"on": on_event(taking(DomainEvent[scope["No"]]))}))
+            projection(type("Listing", (), {"on": on_event(taking(domain_event[scope["No"]]))}))
 
     def test_subclass_inherits_and_overrides_functions(self) -> None:
         @projection
