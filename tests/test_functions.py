@@ -49,6 +49,7 @@ from trio_wow.errors import (
     RuntimeStateError,
     SerializationError,
     StoreLockedError,
+    TenantMismatchError,
     VersionConflictError,
 )
 from trio_wow.eventsourcing import FailedExecution, InMemoryEventStore, Recording
@@ -130,7 +131,9 @@ class Account:
         self.balance += event.amount if isinstance(event, Deposited) else -event.amount
 
     @on_error
-    async def failed(self, error: CommandRejectedError | ValueError, command: Withdraw, headers: Headers) -> None:
+    async def failed(
+        self, error: CommandRejectedError | TenantMismatchError, command: Withdraw, headers: Headers
+    ) -> None:
         told.append((str(error), command.amount, self.balance, dict(headers)))
 
 
@@ -499,6 +502,18 @@ class TestErrorFunctions:
         assert result.error.text == "no"
         (record,) = caplog.records
         assert record.getMessage() == "Actor.failed failed for acts.actor/a"
+
+    async def test_nobody_is_told_of_a_command_of_another_tenant(self, caplog: pytest.LogCaptureFixture) -> None:
+        async with serving(account()) as gateway:
+            await gateway.send_and_wait(Open("a"), tenant="one")
+            await gateway.send_and_wait(Withdraw("a", 1), tenant="two")
+        assert told == []
+        _, record = caplog.records
+        assert (record.levelname, record.getMessage()) == (
+            "WARNING",
+            "Account.failed is not told, as bank.account/a cannot be loaded: "
+            "bank.account/a does not belong to tenant 'two'",
+        )
 
     def test_wrong_ones_are_refused(self) -> None:
         with pytest.raises(TypeError, match=r"annotate 'error' with a class of errors, such as Exception"):

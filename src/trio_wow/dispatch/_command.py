@@ -26,6 +26,7 @@ from trio_wow.errors import (
     StoreError,
     TenantMismatchError,
     VersionConflictError,
+    printable,
 )
 from trio_wow.eventsourcing import AggregateRepository, EventStore
 from trio_wow.execution import no_leaked_scope
@@ -194,6 +195,15 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
         for function in functions:
             try:
                 aggregate = await self._repository.load(message.aggregate_id)
+            except Exception as raised:
+                _log.warning(
+                    "%s is not told, as %s cannot be loaded: %s",
+                    function.name,
+                    message.aggregate_id,
+                    printable(raised),
+                )
+                return
+            try:
                 await self._call(function, message, aggregate.state, error, message.body)
             except Exception:
                 _log.exception("%s failed for %s", function.name, message.aggregate_id)
