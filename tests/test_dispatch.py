@@ -302,7 +302,10 @@ class TestCommands:
             runtime.request_stop()
         assert log == ["append", "publish", "processed"]
 
-    async def test_a_function_that_leaves_a_scope_open_fails_its_command_before_anything_is_stored(self) -> None:
+    @pytest.mark.parametrize("is_async", [True, False], ids=["async", "plain"])
+    async def test_a_function_that_leaves_a_scope_open_fails_its_command_before_anything_is_stored(
+        self, is_async: bool
+    ) -> None:
         @frozen
         class Leak:
             id: str
@@ -316,11 +319,20 @@ class TestCommands:
         class Leaky:
             id: str
 
-            @on_command
-            async def leak(self, command: Leak) -> Leaked:
-                trio.CancelScope().__enter__()
-                await trio.lowlevel.checkpoint()
-                return Leaked()
+            if is_async:
+
+                @on_command
+                async def leak(self, command: Leak) -> Leaked:
+                    trio.CancelScope().__enter__()
+                    await trio.lowlevel.checkpoint()
+                    return Leaked()
+
+            else:
+
+                @on_command
+                def leak(self, command: Leak) -> Leaked:  # type: ignore[misc]
+                    trio.CancelScope().__enter__()
+                    return Leaked()
 
             @on_sourcing
             def leaked(self, event: Leaked) -> None: ...
@@ -434,13 +446,24 @@ class TestCommands:
 
 
 class TestProcessors:
-    async def test_a_function_that_leaves_a_scope_open_fails_alone(self, caplog: pytest.LogCaptureFixture) -> None:
+    @pytest.mark.parametrize("is_async", [True, False], ids=["async", "plain"])
+    async def test_a_function_that_leaves_a_scope_open_fails_alone(
+        self, caplog: pytest.LogCaptureFixture, is_async: bool
+    ) -> None:
         @event_processor
         class Leaky:
-            @on_event
-            async def stepped(self, event: Stepped) -> None:
-                trio.CancelScope().__enter__()
-                await trio.lowlevel.checkpoint()
+            if is_async:
+
+                @on_event
+                async def stepped(self, event: Stepped) -> None:
+                    trio.CancelScope().__enter__()
+                    await trio.lowlevel.checkpoint()
+
+            else:
+
+                @on_event
+                def stepped(self, event: Stepped) -> None:  # type: ignore[misc]
+                    trio.CancelScope().__enter__()
 
         steps = Steps()
         async with serving(App([Chain], [Leaky(), steps])) as gateway:

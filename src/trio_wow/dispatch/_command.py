@@ -209,11 +209,9 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
                 _log.exception("%s failed for %s", function.name, message.aggregate_id)
 
     async def _call(self, function: CommandFunction, message: CommandMessage, *leading: object) -> object:
-        result = function.call(*leading, **self._registry.command_arguments(function).of(message))
-        if isawaitable(result):
-            with no_leaked_scope(function.name, message.aggregate_id):
-                result = await result
-        return result
+        with no_leaked_scope(function.name, message.aggregate_id):
+            result = function.call(*leading, **self._registry.command_arguments(function).of(message))
+            return await result if isawaitable(result) else result
 
     async def _published(self, stream: DomainEventStream) -> bool:
         try:

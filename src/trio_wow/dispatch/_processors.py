@@ -334,9 +334,9 @@ class ProcessorDispatcher(MessageDispatcher[M]):
             return
         function = call.function
         arguments = await self._arguments(function, call.envelope, message) if function.arguments else {}
-        result = function.call(call.envelope if function.takes_envelope else call.body, **arguments)
-        if isawaitable(result):
-            with no_leaked_scope(function.name, message.aggregate_id):
+        with no_leaked_scope(function.name, message.aggregate_id):
+            result = function.call(call.envelope if function.takes_envelope else call.body, **arguments)
+            if isawaitable(result):
                 result = await result
         if self._sender is not None:
             await self._sender.send(result, self.role(call), call.envelope.stream)
