@@ -273,11 +273,16 @@ class ProcessorDispatcher(MessageDispatcher[M]):
             last = await progress.last_version(aggregate_id)
             if version <= last:
                 return Outcome.HANDLED
-            if self._store is not None and last + 1 < version:
-                for stream in await self._store.load(aggregate_id, after=last, until=version - 1):
+            count = 1  # grows: what is missing has often failed before, and then the first of it fails again
+            while self._store is not None and last + 1 < version:
+                streams = await self._store.load(aggregate_id, after=last, until=min(last + count, version - 1))
+                if not streams:
+                    break
+                for stream in streams:
                     outcome = await self._run_and_note(processor, progress, await self.message_of(stream))
                     if not outcome.settles:
                         return outcome
+                last, count = streams[-1].version, min(2 * count, PAGE)
         except Exception:
             _log.exception(
                 "what %s has missed of %s before version %s cannot be read", processor.name, aggregate_id, version
