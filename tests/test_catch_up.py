@@ -21,8 +21,10 @@ from trio_wow import (
     InMemoryCommandBus,
     InMemoryDomainEventBus,
     InMemoryEventStore,
+    StateEvent,
     event_processor,
     on_event,
+    on_state_event,
     projection,
     saga,
 )
@@ -349,7 +351,14 @@ class TestFailures:
             for attempts in (4, 5)  # what has failed for good is tried once more with the next, not four times
         ]
 
-    async def test_each_event_behind_a_failed_one_reads_that_and_not_all_between(self) -> None:
+    @pytest.mark.parametrize("state_events", [False, True], ids=["events", "states"])
+    async def test_each_event_behind_a_failed_one_reads_that_and_not_all_between(self, state_events: bool) -> None:
+        @event_processor
+        class States(Mails):
+            @on_state_event
+            async def stepped(self, event: StateEvent[Chain]) -> None:  # type: ignore[override]
+                await super().stepped(DomainEvent(Stepped(event.state.steps[-1]), 1, event.stream))
+
         class Counting(DurableStore):
             read = 0
 
@@ -361,7 +370,7 @@ class TestFailures:
         store = await filled(*(stepped("a", number, number) for number in range(1, 101)))
         store.__class__ = Counting
         assert isinstance(store, Counting)
-        mails = Mails(failing={1})
+        mails = (States if state_events else Mails)(failing={1})
         app = App(DOMAIN, [mails], store=store)
         await serve_until_caught_up(app)
         assert store.read < 200
