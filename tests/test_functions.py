@@ -1,7 +1,7 @@
 """What functions handle and take, what is tried again, and what becomes of what fails for good."""
 
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from itertools import islice, repeat
 from typing import Any
 
@@ -51,6 +51,7 @@ from trio_wow.errors import (
     StoreLockedError,
     TenantMismatchError,
     VersionConflictError,
+    WaitAbandonedError,
 )
 from trio_wow.eventsourcing import FailedExecution, InMemoryEventStore, Recording
 from trio_wow.execution import KeyedExecutor
@@ -447,6 +448,43 @@ class TestPublication:
         assert steps.of == {"a": [7]}
         assert decided == ["Chain.step"]
 
+    async def test_what_a_forced_stop_left_stored_and_unpublished_is_published_when_the_command_comes_again(
+        self, autojump_clock: MockClock
+    ) -> None:
+        class Unreachable(InMemoryDomainEventBus):
+            reachable = False
+
+            async def send(self, message: DomainEventStream) -> None:
+                if not self.reachable:
+                    raise OSError("unreachable")
+                await super().send(message)
+
+        steps, domain, commands, events = Steps(), Domain([Chain]), InMemoryCommandBus(), Unreachable()
+        store = InMemoryEventStore(domain.serializer)
+        results: list[CommandResult] = []
+        for _ in range(2):
+            gateway = CommandGateway(domain, commands)
+            dispatcher = CommandDispatcher(domain, commands, store, events, results=gateway.results)
+            projections = ProjectionDispatcher(registry_of(domain, steps), events)
+            runtime = Runtime(
+                [dispatcher, projections, gateway], signals=False, shutdown_timeout=3, shutdown_quiet_period=0
+            )
+
+            async def send(gateway: CommandGateway = gateway) -> None:
+                with suppress(WaitAbandonedError):
+                    results.append(await gateway.send_and_wait(Step("a", 7), request_id="r"))
+
+            with suppress(ExceptionGroup):
+                async with trio.open_nursery() as nursery:
+                    await nursery.start(runtime.serve)
+                    nursery.start_soon(send)
+                    await wait_all_tasks_blocked()
+                    runtime.request_stop()
+            assert len(await store.read_all(0, 9)) == 1
+            events.reachable = True
+        assert [(each.version, each.error and each.error.code) for each in results] == [(1, "DuplicateRequestIdError")]
+        assert steps.of == {"a": [7]}
+
     async def test_one_that_can_never_succeed_is_logged_and_the_command_ends(
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -617,6 +655,20 @@ class TestFilters:
     def test_retry_refuses_numbers_out_of_their_range(self, wrong: dict[str, Any]) -> None:
         with pytest.raises(ValueError, match="must be"):
             Retry(**wrong)
+
+    @pytest.mark.parametrize("calls", [True, False], ids=["the function fails", "a filter before it fails"])
+    async def test_retry_tries_again_as_often_as_it_is_told(self, calls: bool) -> None:
+        tried = 0
+
+        async def handler(handling: Handling) -> None:
+            nonlocal tried
+            tried += 1
+            handling.attempts += calls
+            raise LookupError
+
+        with pytest.raises(LookupError):
+            await FilterChain([Retry(retries=3)]).around(handler)(Handling("d", None))
+        assert tried == 4
 
     @pytest.mark.parametrize("last", [SystemExit, KeyboardInterrupt, trio.Cancelled])
     async def test_retry_asks_of_no_exit_and_no_cancellation(self, last: type[BaseException]) -> None:

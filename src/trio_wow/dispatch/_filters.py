@@ -257,7 +257,8 @@ class Retry:
             return await proceed(handling)
         except Exception as error:
             # What has failed for good before, and is tried again because the next message has come, has one attempt.
-            left = None if self._attempts is None else self._attempts - handling.attempts
+            # What failed in a filter before it came to the call has had one all the same.
+            left = None if self._attempts is None else self._attempts - max(handling.attempts, 1)
             if (left is not None and left < 1) or not self._may_try_again(error):
                 raise
             failed = error
