@@ -655,3 +655,16 @@ class TestAddresses:
 
         with pytest.raises(ConfigurationError, match=rf"both named '{name}'; give one another name"):
             Domain([Other])
+
+
+@pytest.mark.parametrize("command", [DeleteAggregate, RecoverAggregate])
+def test_a_function_that_could_never_be_called_is_refused(command: type) -> None:
+    with pytest.raises(TypeError, match=rf"Gone.go: {command.__name__} is for what exists; leave `exists=False` out"):
+
+        @aggregate(context="x")
+        @define
+        class Gone:
+            id: str
+
+            @on_command(exists=False)
+            def go(self, message: command) -> None: ...  # type: ignore[valid-type]

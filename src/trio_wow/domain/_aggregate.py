@@ -150,6 +150,8 @@ class AggregateModel:
                 table: dict[type, Any] = self._decide if function.kind is FunctionKind.COMMAND else self._source
                 if function.kind is FunctionKind.COMMAND:
                     _check_command(message, where)
+                    if message in ANY_AGGREGATE_COMMANDS and function.exists is False:
+                        raise TypeError(f"{where}: {message.__name__} is for what exists; leave `exists=False` out")
                 if message in table:
                     raise TypeError(
                         f"{where} is a second @{function.kind.value} function for {message.__name__}; keep one"
