@@ -309,6 +309,40 @@ class TestRefusals:
             await app.retry_failure(failure.id)
         assert [each.id for each in await open_failures(app)] == [failure.id]
 
+    async def test_while_the_runtime_starts(self, store: SqliteStore) -> None:
+        async with failed(app_of(store, Mailer(), event_retry=ONCE)) as failure:
+            pass
+        asked, proceed = trio.Event(), trio.Event()
+
+        @projection
+        class CatchingUp:
+            @on_event
+            async def stepped(self, _: Stepped) -> None:
+                asked.set()
+                await proceed.wait()
+
+        mailer = Mailer()
+        app = app_of(store, mailer, CatchingUp(), event_retry=ONCE)
+        async with trio.open_nursery() as nursery:
+            runtime = app.runtime(signals=False, shutdown_quiet_period=0, shutdown_timeout=1)
+            nursery.start_soon(runtime.serve)
+            await asked.wait()
+            with pytest.raises(AdmissionClosedError):
+                await app.retry_failure(failure.id)
+            assert mailer.called == 0
+            proceed.set()
+            runtime.request_stop()
+
+    async def test_after_the_stop_was_requested(self, store: SqliteStore) -> None:
+        app = app_of(store, Mailer(), event_retry=ONCE)
+        runtime = app.runtime(signals=False, shutdown_quiet_period=0.2)
+        async with app.serving(runtime):
+            await app.gateway.send_and_wait(Step("a", 2))
+            failure = await first_failure(app)
+            runtime.request_stop()
+            with pytest.raises(AdmissionClosedError):
+                await app.retry_failure(failure.id)
+
     async def test_a_function_that_is_not_there_any_more(self, store: SqliteStore) -> None:
         async with failed(app_of(store, Mailer())) as failure:
             pass

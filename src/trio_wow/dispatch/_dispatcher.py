@@ -74,10 +74,12 @@ class MessageDispatcher(ABC, Generic[M]):
 
     async def retry(self, failure: FailedExecution, failures: FailureStore, stream: DomainEventStream, /) -> bool:
         """Try a failed execution of this dispatcher again; see `FailureRetries.retry`."""
-        context = self._prepared()
-        if context.admission.is_inside():
+        context = self._context
+        if context is not None and context.admission.is_inside():
             raise FailureNotRetryableError(failure.id, "a function that handles a message would wait for itself")
-        lease = context.try_acquire("failure %s of %s once more", failure.id, failure.function)
+        lease = None
+        if context is not None and context.admission.intake_is_open:  # it is work from outside
+            lease = context.try_acquire("failure %s of %s once more", failure.id, failure.function)
         if lease is None:
             raise AdmissionClosedError(self.name)
         with lease:
