@@ -285,6 +285,46 @@ class TestNoSuccess:
             slow.broken = True
             assert not await app.retry_failure(failure.id)  # nothing is held
 
+    async def test_what_the_end_of_a_runtime_has_left_unfinished_is_no_answer(self, store: SqliteStore) -> None:
+        began, proceed = trio.Event(), trio.Event()
+
+        @event_processor
+        class Mails:
+            broken = True
+
+            @on_event
+            async def stepped(self, event: Stepped) -> None:
+                if not self.broken:
+                    began.set()
+                    await proceed.wait()
+                raise OSError("unreachable")
+
+        class Exploding(Mailer):
+            def handle(self, number: int) -> None:
+                if number == 5:
+                    raise SystemExit(3)
+
+        mails = Mails()
+        app = app_of(store, mails, projection(Exploding)(), event_retry=ONCE)
+
+        async def retry(id: str) -> None:
+            with pytest.raises(AdmissionClosedError):
+                await app.retry_failure(id)
+
+        with pytest.RaisesGroup(HandlerExitError, flatten_subgroups=True):
+            async with trio.open_nursery() as nursery, app.serving(app.runtime(signals=False)) as gateway:
+                await gateway.send_and_wait(Step("a", 2))
+                failure = await first_failure(app)
+                mails.broken = False
+                nursery.start_soon(retry, failure.id)
+                await began.wait()
+                await gateway.send(Step("b", 5))
+                await wait_all_tasks_blocked(0.01)
+                proceed.set()
+                await trio.sleep_forever()
+        (still,) = await store.failures(aggregate_id=failure.aggregate_id)
+        assert (still.id, still.attempts) == (failure.id, 1)
+
 
 class TestRefusals:
     async def test_an_id_that_nobody_knows(self, store: SqliteStore) -> None:
@@ -527,37 +567,76 @@ class TestTurns:
 
 
 class Narrow(InMemoryDomainEventBus):
-    """Takes no stream as long as it is told so."""
+    """Takes no stream as long as it is told so, or takes for ever."""
 
     narrow = True
+    slow = False
 
     async def send(self, message: DomainEventStream, /) -> None:
+        if self.slow:
+            await trio.sleep_forever()
         if self.narrow:
             raise SerializationError("too large for this bus")
         await super().send(message)
 
 
+class Publishing:
+    """A runtime that cannot publish."""
+
+    def __init__(self) -> None:
+        self.events, self.failures = Narrow(), InMemoryFailureStore()
+        domain, commands = Domain([Chain]), InMemoryCommandBus()
+        store = InMemoryEventStore(domain.serializer)
+        self.retries = FailureRetries(self.failures, store)
+        self.gateway = CommandGateway(domain, commands)
+        dispatcher = CommandDispatcher(
+            domain,
+            commands,
+            store,
+            self.events,
+            results=self.gateway.results,
+            failures=self.failures,
+            retries=self.retries,
+        )
+        self.runtime = Runtime([dispatcher, self.gateway], signals=False, shutdown_quiet_period=0)
+
+
 class TestPublications:
     async def test_one_that_can_never_succeed_is_parked_and_the_command_ends(self, mock_clock: MockClock) -> None:
-        domain, events, failures = Domain([Chain]), Narrow(), InMemoryFailureStore()
-        store = InMemoryEventStore(domain.serializer)
-        retries = FailureRetries(failures, store)
-        commands = InMemoryCommandBus()
-        gateway = CommandGateway(domain, commands)
-        dispatcher = CommandDispatcher(
-            domain, commands, store, events, results=gateway.results, failures=failures, retries=retries
-        )
-        runtime = Runtime([dispatcher, gateway], signals=False, shutdown_quiet_period=0)
+        it = Publishing()
         async with trio.open_nursery() as nursery:
-            await nursery.start(runtime.serve)
-            assert (await gateway.send_and_wait(Step("a"))).version == 1
-            (failure,) = await failures.failures()
+            await nursery.start(it.runtime.serve)
+            assert (await it.gateway.send_and_wait(Step("a"))).version == 1
+            (failure,) = await it.failures.failures()
             assert failure.function == "command-dispatcher/publication"
             assert (failure.version, failure.sequence, failure.error) == (1, 0, "SerializationError")
             assert failure.attempts == 1
-            assert not await retries.retry(failure.id)
-            assert [each.attempts for each in await failures.failures()] == [2]
-            events.narrow = False
-            assert await retries.retry(failure.id)
-            assert await failures.failures() == []
-            runtime.request_stop()
+            assert not await it.retries.retry(failure.id)
+            assert [each.attempts for each in await it.failures.failures()] == [2]
+            it.events.narrow = False
+            assert await it.retries.retry(failure.id)
+            assert await it.failures.failures() == []
+            it.runtime.request_stop()
+
+    async def test_a_forced_stop_ends_the_retry_of_one(self) -> None:
+        it = Publishing()
+
+        async def serve(task_status: trio.TaskStatus[Runtime]) -> None:
+            with pytest.raises(ShutdownDeadlineError):
+                await it.runtime.serve(task_status=task_status)
+
+        with trio.fail_after(10):
+            async with trio.open_nursery() as nursery:
+                await nursery.start(serve)
+                await it.gateway.send_and_wait(Step("a"))
+                (failure,) = await it.failures.failures()
+                it.events.slow = True
+
+                async def retry() -> None:
+                    with pytest.raises(ExecutorClosedError):
+                        await it.retries.retry(failure.id)
+
+                nursery.start_soon(retry)
+                await wait_all_tasks_blocked()
+                it.runtime.force_stop()
+        assert [each.id for each in await it.failures.failures()] == [failure.id]

@@ -2,8 +2,9 @@
 
 import logging
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from inspect import isawaitable
 from typing import Any, Protocol, TypeVar, cast
 
@@ -239,25 +240,14 @@ class ProcessorDispatcher(MessageDispatcher[M]):
         handling.outcome = outcome
         return outcome.settles or (outcome is Outcome.FAILURE_UNRECORDED and self._ack_on_unrecorded_failure)
 
-    async def try_again(self, failure: FailedExecution, stream: DomainEventStream, /) -> bool:
+    async def try_again(self, failure: FailedExecution, stream: DomainEventStream, /) -> Outcome:
         """See `MessageDispatcher.try_again`. Nothing else of the aggregate is handled here meanwhile."""
-        succeeded = False
-
-        async def run(calling: _Calling) -> None:
-            nonlocal succeeded
-            try:
-                succeeded = await self._run_call(calling) is Outcome.HANDLED
-            except BaseException as error:
-                self._report(error, failure.aggregate_id)
-                raise
-
         await self._turns.take(failure.aggregate_id)
         try:
             calling = self._calling_of(failure, await self.message_of(stream))
-            await self._prepared().executor.dispatch(_only(calling), key=_aggregate_called, handler=run)
+            return await self._run_like_message(failure.aggregate_id, partial(self._run_call, calling))
         finally:
             self._turns.give_back(failure.aggregate_id)
-        return succeeded
 
     def _calling_of(self, failure: FailedExecution, message: M) -> _Calling:
         callings = [
@@ -530,15 +520,6 @@ def _transactional(processor: BoundProcessor) -> tuple[Progress, CheckpointStore
 
 def _aggregate_of(record: RecordedStream) -> AggregateId:
     return record.aggregate_id
-
-
-def _aggregate_called(calling: _Calling) -> AggregateId:
-    aggregate_id: AggregateId = calling.message.aggregate_id
-    return aggregate_id
-
-
-async def _only(calling: _Calling) -> AsyncGenerator[_Calling, None]:
-    yield calling
 
 
 class _Turns:
