@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import trio
-from chain_domain import Chain, Note, Notebook, Step, Stepped
+from chain_domain import Chain, Note, Notebook, Step, Stepped, registry_of
 from trio.testing import MockClock, Sequencer, wait_all_tasks_blocked
 
 from trio_wow import App, DomainEvent, event_processor, on_event, on_state_event, projection, saga
 from trio_wow.adapters.sqlite import SqliteStore
 from trio_wow.buses import InMemoryCommandBus, InMemoryDomainEventBus
-from trio_wow.dispatch import CommandDispatcher, FailureRetries, Handler, Handling, Retry
+from trio_wow.dispatch import CommandDispatcher, EventDispatcher, FailureRetries, Handler, Handling, Retry
 from trio_wow.domain import Domain
 from trio_wow.errors import (
     AdmissionClosedError,
@@ -487,6 +487,118 @@ class TestTurns:
                 await app.gateway.send_and_wait(Step("b", 1))
                 await wait_all_tasks_blocked(0.01)
         assert log == ["begin", "b1", "end", "a4"]
+
+    async def test_it_has_its_turn_however_many_messages_wait(self, store: SqliteStore) -> None:
+        @event_processor
+        class Mails:
+            broken = True
+
+            def __init__(self) -> None:
+                self.done: list[int] = []
+                self.may = trio.CapacityLimiter(1)
+
+            @on_event
+            async def stepped(self, event: Stepped) -> None:
+                if event.number == 2 and self.broken:
+                    raise OSError("unreachable")
+                async with self.may:
+                    self.done.append(event.number)
+
+        mails = Mails()
+        app = app_of(store, mails, event_retry=ONCE)
+        async with failed(app) as failure, trio.open_nursery() as nursery:
+            mails.broken = False
+            async with mails.may:
+                for number in range(4, 10):
+                    await app.gateway.send_and_wait(Step("a", number))
+                nursery.start_soon(app.retry_failure, failure.id)
+                await trio.sleep(0.1)
+                await wait_all_tasks_blocked(0.01)
+        assert mails.done == [1, 3, 4, 2, 5, 6, 7, 8, 9]
+
+    async def test_cancelled_while_it_waits_it_passes_its_turn_on(self, store: SqliteStore) -> None:
+        @event_processor
+        class Mails:
+            broken = True
+
+            def __init__(self) -> None:
+                self.may = trio.CapacityLimiter(1)
+
+            @on_event
+            async def stepped(self, event: Stepped) -> None:
+                if event.number == 2 and self.broken:
+                    raise OSError("unreachable")
+                async with self.may:
+                    pass
+
+        mails = Mails()
+        app = app_of(store, mails, event_retry=ONCE)
+        async with failed(app) as failure:
+            mails.broken = False
+            for number in range(4, 20):  # the cancellation may come before the turn or after it
+                async with trio.open_nursery() as nursery:
+                    async with mails.may:
+                        await app.gateway.send_and_wait(Step("a", number))
+                        await wait_all_tasks_blocked(0.01)
+                        nursery.start_soon(app.retry_failure, failure.id)
+                        await wait_all_tasks_blocked(0.01)
+                        nursery.cancel_scope.cancel()
+            with trio.fail_after(5):
+                assert await app.retry_failure(failure.id)
+
+    async def test_one_that_outlives_its_runtime_takes_nothing_from_the_next(self) -> None:
+        began, finish = trio.Event(), trio.Event()
+
+        @event_processor
+        class Mails:
+            @on_event
+            async def stepped(self, _: Stepped) -> None:
+                with trio.CancelScope(shield=True):
+                    began.set()
+                    await finish.wait()
+
+        domain, failures = Domain([Chain]), InMemoryFailureStore()
+        store = InMemoryEventStore(domain.serializer)
+        registry, retries = registry_of(domain, Mails()), FailureRetries(failures, store)
+        dispatcher = EventDispatcher(registry, InMemoryDomainEventBus(), failures=failures, retries=retries)
+        command = domain.command_message(Step("a"))
+        await store.append(
+            DomainEventStream(
+                aggregate_id=command.aggregate_id,
+                version=1,
+                events=(Stepped(0),),
+                command_id=command.id,
+                request_id=command.request_id,
+            )
+        )
+        failure = FailedExecution.of(
+            OSError(),
+            function="event-dispatcher/Mails.stepped",
+            aggregate_id=command.aggregate_id,
+            version=1,
+            sequence=1,
+            attempts=1,
+        )
+        await failures.record(failure)
+
+        async def retry() -> None:
+            with pytest.raises(ExecutorClosedError):
+                await retries.retry(failure.id)
+
+        async with trio.open_nursery() as nursery:
+            runtime = Runtime([dispatcher], signals=False, shutdown_quiet_period=0)
+            with pytest.RaisesGroup(ShutdownDeadlineError):
+                async with trio.open_nursery() as serving:
+                    await serving.start(runtime.serve)
+                    nursery.start_soon(retry)
+                    await began.wait()
+                    runtime.force_stop()
+            runtime = Runtime([dispatcher], signals=False, shutdown_quiet_period=0)
+            await nursery.start(runtime.serve)
+            finish.set()
+            await wait_all_tasks_blocked()
+            assert await retries.retry(failure.id)
+            runtime.request_stop()
 
     async def test_a_stop_waits_for_it_and_says_so(self, store: SqliteStore) -> None:
         finish, began = trio.Event(), trio.Event()

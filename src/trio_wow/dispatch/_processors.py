@@ -2,6 +2,7 @@
 
 import logging
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -162,6 +163,7 @@ class ProcessorDispatcher(MessageDispatcher[M]):
         if parts.retries is not None:
             parts.retries.add((f"{name}/{each}" for processor in processors for each in self._names(processor)), self)
         self._filtered_call = parts.function_filters.around(self._call)
+        self._turns = _Turns()  # not the runtime's: what is tried again may outlive it
         self._store = parts.catch_up.store if parts.catch_up is not None else None
         self._progress = [each.progress for each in processors if each.progress is not None]
         self._reset()
@@ -172,7 +174,6 @@ class ProcessorDispatcher(MessageDispatcher[M]):
         self._caught_up = trio.Event()
         self._handled = trio.Event()
         self._keeping = trio.CancelScope()
-        self._turns = _Turns()
 
     @abstractmethod
     def calls(self, processor: BoundProcessor, message: M, /) -> Iterator[Call]:
@@ -523,15 +524,32 @@ def _aggregate_of(record: RecordedStream) -> AggregateId:
 
 
 class _Turns:
-    """Of what belongs to one aggregate one thing at a time: a message, or a failed execution that is tried again."""
+    """Of what belongs to one aggregate one thing at a time: a message, or a failed execution that is tried again.
+
+    In the order in which they come: a mailbox that never empties takes its next turn as it gives one back.
+    """
 
     def __init__(self) -> None:
-        self._taken: dict[AggregateId, trio.Event] = {}
+        self._waiting: dict[AggregateId, deque[trio.Event]] = {}
 
     async def take(self, aggregate_id: AggregateId) -> None:
-        while (taken := self._taken.get(aggregate_id)) is not None:
-            await taken.wait()
-        self._taken[aggregate_id] = trio.Event()
+        waiting = self._waiting.get(aggregate_id)
+        if waiting is None:
+            self._waiting[aggregate_id] = deque()
+            return
+        turn = trio.Event()
+        waiting.append(turn)
+        try:
+            await turn.wait()
+        except BaseException:
+            if turn.is_set():  # it came in the same moment
+                self.give_back(aggregate_id)
+            else:
+                waiting.remove(turn)
+            raise
 
     def give_back(self, aggregate_id: AggregateId) -> None:
-        self._taken.pop(aggregate_id).set()
+        if waiting := self._waiting[aggregate_id]:
+            waiting.popleft().set()
+        else:
+            del self._waiting[aggregate_id]
