@@ -88,6 +88,27 @@ class Rows(Failing):
         connection.execute("INSERT INTO ends VALUES (?)", (chain.steps[-1],))
 
 
+@projection
+class Row(Failing):
+    @on_event
+    def stepped(self, event: DomainEvent[Stepped], _: sqlite3.Connection) -> None:
+        self.handle(event.body.number)
+
+
+class Stuck(SqliteStore):
+    """Lets nobody pass the second version without work for it, once or more often."""
+
+    most = 1
+    refused = 0
+
+    async def handle_once(self, *arguments: Any) -> Any:
+        *_, version, _, work = arguments
+        if version == 2 and getattr(work, "__name__", "") != "work" and self.refused < self.most:
+            self.refused += 1
+            raise StoreLockedError(str(self.path), "busy")
+        return await super().handle_once(*arguments)
+
+
 @pytest.fixture
 async def store(tmp_path: Path) -> AsyncIterator[SqliteStore]:
     async with SqliteStore(tmp_path / "chains.db", Domain([Chain, Notebook]).serializer) as store:
@@ -190,27 +211,27 @@ class TestSuccess:
             assert found == [[1, 3, 2], [1, 3, 2]]
 
     async def test_a_failure_that_could_not_be_passed_is_recorded_once(self, tmp_path: Path) -> None:
-        class Stuck(SqliteStore):
-            refused = 0
-
-            async def handle_once(self, *arguments: Any) -> Any:
-                *_, version, _, work = arguments
-                if version == 2 and getattr(work, "__name__", "") != "work" and not self.refused:
-                    self.refused += 1
-                    raise StoreLockedError(str(self.path), "busy")
-                return await super().handle_once(*arguments)
-
-        @projection
-        class Row(Failing):
-            @on_event
-            def stepped(self, event: DomainEvent[Stepped], connection: sqlite3.Connection) -> None:
-                self.handle(event.body.number)
-
         async with Stuck(tmp_path / "stuck.db", Domain([Chain, Notebook]).serializer) as store:
             row = Row()
             async with failed(app_of(store, row, event_retry=ONCE)) as failure:
                 assert (failure.version, failure.attempts) == (2, 1)
                 assert (store.refused, row.done, row.called) == (1, [1, 3], 1)
+
+    async def test_a_failure_that_could_not_be_passed_is_done_once_by_its_retry_and_a_restart(
+        self, tmp_path: Path
+    ) -> None:
+        async with Stuck(tmp_path / "stuck.db", Domain([Chain, Notebook]).serializer) as store:
+            store.most = 100
+            row = Row()
+            app = app_of(store, row, event_retry=ONCE)
+            async with failed(app) as failure:
+                row.broken = False
+                assert await app.retry_failure(failure.id)
+                assert row.done == [1, 2]
+            store.most = 0
+            app = app_of(store, row, event_retry=ONCE)
+            async with app.serving(app.runtime(signals=False, shutdown_quiet_period=0)):
+                assert row.done == [1, 2, 3]
 
     async def test_an_application_started_again_can_retry_what_failed_before(self, store: SqliteStore) -> None:
         async with failed(app_of(store, Mailer())) as failure:

@@ -458,10 +458,10 @@ class ProcessorDispatcher(MessageDispatcher[M]):
                 if isawaitable(result):
                     refuse_awaitable(result, f"{function.name} returned an awaitable, which no thread awaits")
 
-        if again:
-            _, checkpoints = _transactional(processor)
+        progress, checkpoints = _transactional(processor)
+        if again and await progress.last_version(message.aggregate_id) + 1 != message.version:
             await checkpoints.transact(work)
-        else:
+        else:  # tried again too, if it could not be passed: it would be done once more after a restart
             await _in_transaction(processor, message, work)
 
     async def _failed(self, calling: _Calling, error: Exception) -> Outcome:
