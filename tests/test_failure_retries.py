@@ -659,6 +659,50 @@ class TestTurns:
         assert results == [True]
         assert await open_failures(app) == []
 
+    async def test_after_a_failure_the_store_is_closed_when_it_has_ended(self, tmp_path: Path) -> None:
+        log: list[str] = []
+
+        class Logging(SqliteStore):
+            async def resolve_failure(self, id: str, /) -> bool:
+                log.append("resolved")
+                return await super().resolve_failure(id)
+
+            async def stop(self) -> None:
+                log.append("closed")
+                await super().stop()
+
+        began, finish = trio.Event(), trio.Event()
+
+        @event_processor
+        class Mails:
+            broken = True
+
+            @on_event
+            async def stepped(self, event: Stepped) -> None:
+                if event.number == 2 and self.broken:
+                    raise OSError("unreachable")
+                if event.number == 2:
+                    began.set()
+                    await finish.wait()
+                if event.number == 5:
+                    raise SystemExit(3)
+
+        mails = Mails()
+        async with Logging(tmp_path / "chains.db", Domain([Chain, Notebook]).serializer) as store:
+            app = app_of(store, mails, event_retry=ONCE)
+            with pytest.RaisesGroup(HandlerExitError, flatten_subgroups=True):
+                async with trio.open_nursery() as nursery, app.serving(app.runtime(signals=False)) as gateway:
+                    await gateway.send_and_wait(Step("a", 2))
+                    failure = await first_failure(app)
+                    mails.broken = False
+                    nursery.start_soon(app.retry_failure, failure.id)
+                    await began.wait()
+                    await gateway.send_and_wait(Step("b", 5))
+                    await wait_all_tasks_blocked(0.05)
+                    finish.set()
+                    await trio.sleep_forever()
+            assert log == ["resolved", "closed"]
+
     async def test_a_forced_stop_ends_it_and_it_stays_open(self, store: SqliteStore) -> None:
         began = trio.Event()
 

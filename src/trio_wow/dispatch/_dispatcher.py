@@ -82,12 +82,16 @@ class MessageDispatcher(ABC, Generic[M]):
             lease = context.try_acquire("failure %s of %s once more", failure.id, failure.function)
         if lease is None:
             raise AdmissionClosedError(self.name)
-        with lease:
-            outcome = await self.try_again(failure, stream)
-            if outcome is Outcome.UNFINISHED:
-                raise AdmissionClosedError(self.name)
-            if outcome is Outcome.HANDLED:
-                await failures.resolve_failure(failure.id)
+        self._running += 1  # after a failure the runtime waits for no lease
+        try:
+            with lease:
+                outcome = await self.try_again(failure, stream)
+                if outcome is Outcome.UNFINISHED:
+                    raise AdmissionClosedError(self.name)
+                if outcome is Outcome.HANDLED:
+                    await failures.resolve_failure(failure.id)
+        finally:
+            self._end_running()
         return outcome is Outcome.HANDLED
 
     async def try_again(self, failure: FailedExecution, stream: DomainEventStream, /) -> Outcome:
@@ -154,11 +158,14 @@ class MessageDispatcher(ABC, Generic[M]):
             try:
                 await function(argument)
             finally:
-                self._running -= 1
-                self._idle.set()
+                self._end_running()
 
         self._running += 1
         self._prepared().nursery.start_soon(run, name=name)
+
+    def _end_running(self) -> None:
+        self._running -= 1
+        self._idle.set()
 
     async def _receive(self, receiver: MessageReceiver[M]) -> None:
         try:
