@@ -70,7 +70,8 @@ class FailureRetries:
     async def retry(self, id: str) -> bool:
         """Try a failed execution again, and wait for it; when it succeeds, the failure is resolved.
 
-        When it fails for good once more, that is recorded: the failure keeps its ID, and the attempts are added.
+        When it fails for good once more, that is recorded: the failure keeps its ID, and the attempts are added. If
+        the recorder fails, that is logged, and the failure stays as it was.
 
         Args:
             id: names the failure.
@@ -79,8 +80,9 @@ class FailureRetries:
             Whether it has succeeded.
 
         Raises:
-            FailureNotRetryableError: nobody keeps failures, or this one; its function or its event is not there; it is
-                being tried already; or the caller is a function that handles a message, which would wait for itself.
+            FailureNotRetryableError: nobody keeps failures, or this one; its function or its event is not there;
+                several have that function, such as two instances of one class; it is being tried already; or the caller
+                is a function that handles a message, which would wait for itself.
             AdmissionClosedError: no runtime runs, or it is ending; or a failure ended it before the function could
                 succeed, and the failure stays as it was.
             ExecutorClosedError: a forced stop ended the function; the failure stays open.
