@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import trio
-from chain_domain import Chain, Note, Notebook, Step, Stepped
+from chain_domain import Chain, Note, Notebook, Step, Stepped, registry_of
 from trio.testing import MockClock, Sequencer, wait_all_tasks_blocked
 
 from trio_wow import App, DomainEvent, event_processor, on_event, on_state_event, projection, saga
 from trio_wow.adapters.sqlite import SqliteStore
 from trio_wow.buses import InMemoryCommandBus, InMemoryDomainEventBus
-from trio_wow.dispatch import CommandDispatcher, FailureRetries, Handler, Handling, Retry
+from trio_wow.dispatch import CommandDispatcher, EventDispatcher, FailureRetries, Handler, Handling, Retry
 from trio_wow.domain import Domain
 from trio_wow.errors import (
     AdmissionClosedError,
@@ -86,6 +86,27 @@ class Rows(Failing):
     def chained(self, chain: Chain, connection: sqlite3.Connection) -> None:
         self.handle(chain.steps[-1])
         connection.execute("INSERT INTO ends VALUES (?)", (chain.steps[-1],))
+
+
+@projection
+class Row(Failing):
+    @on_event
+    def stepped(self, event: DomainEvent[Stepped], _: sqlite3.Connection) -> None:
+        self.handle(event.body.number)
+
+
+class Stuck(SqliteStore):
+    """Lets nobody pass the second version without work for it, once or more often."""
+
+    most = 1
+    refused = 0
+
+    async def handle_once(self, *arguments: Any) -> Any:
+        *_, version, _, work = arguments
+        if version == 2 and getattr(work, "__name__", "") != "work" and self.refused < self.most:
+            self.refused += 1
+            raise StoreLockedError(str(self.path), "busy")
+        return await super().handle_once(*arguments)
 
 
 @pytest.fixture
@@ -190,27 +211,30 @@ class TestSuccess:
             assert found == [[1, 3, 2], [1, 3, 2]]
 
     async def test_a_failure_that_could_not_be_passed_is_recorded_once(self, tmp_path: Path) -> None:
-        class Stuck(SqliteStore):
-            refused = 0
-
-            async def handle_once(self, *arguments: Any) -> Any:
-                *_, version, _, work = arguments
-                if version == 2 and getattr(work, "__name__", "") != "work" and not self.refused:
-                    self.refused += 1
-                    raise StoreLockedError(str(self.path), "busy")
-                return await super().handle_once(*arguments)
-
-        @projection
-        class Row(Failing):
-            @on_event
-            def stepped(self, event: DomainEvent[Stepped], connection: sqlite3.Connection) -> None:
-                self.handle(event.body.number)
-
         async with Stuck(tmp_path / "stuck.db", Domain([Chain, Notebook]).serializer) as store:
             row = Row()
             async with failed(app_of(store, row, event_retry=ONCE)) as failure:
                 assert (failure.version, failure.attempts) == (2, 1)
-                assert (store.refused, row.done, row.called) == (1, [1, 3], 1)
+                with trio.fail_after(30):
+                    while row.done != [1, 3]:  # noqa: ASYNC110 - the functions run beside
+                        await trio.sleep(0.01)
+                assert (store.refused, row.called) == (1, 1)
+
+    async def test_a_failure_that_could_not_be_passed_is_done_once_by_its_retry_and_a_restart(
+        self, tmp_path: Path
+    ) -> None:
+        async with Stuck(tmp_path / "stuck.db", Domain([Chain, Notebook]).serializer) as store:
+            store.most = 100
+            row = Row()
+            app = app_of(store, row, event_retry=ONCE)
+            async with failed(app) as failure:
+                row.broken = False
+                assert await app.retry_failure(failure.id)
+                assert row.done == [1, 2]
+            store.most = 0
+            app = app_of(store, row, event_retry=ONCE)
+            async with app.serving(app.runtime(signals=False, shutdown_quiet_period=0)):
+                assert row.done == [1, 2, 3]
 
     async def test_an_application_started_again_can_retry_what_failed_before(self, store: SqliteStore) -> None:
         async with failed(app_of(store, Mailer())) as failure:
@@ -285,6 +309,48 @@ class TestNoSuccess:
             slow.broken = True
             assert not await app.retry_failure(failure.id)  # nothing is held
 
+    async def test_what_the_end_of_a_runtime_has_left_unfinished_is_no_answer(self, store: SqliteStore) -> None:
+        began, exploded, proceed = trio.Event(), trio.Event(), trio.Event()
+
+        @event_processor
+        class Mails:
+            broken = True
+
+            @on_event
+            async def stepped(self, event: Stepped) -> None:
+                if not self.broken:
+                    began.set()
+                    await proceed.wait()
+                raise OSError("unreachable")
+
+        class Exploding(Mailer):
+            def handle(self, number: int) -> None:
+                if number == 5:
+                    exploded.set()
+                    raise SystemExit(3)
+
+        mails = Mails()
+        app = app_of(store, mails, projection(Exploding)(), event_retry=ONCE)
+
+        async def retry(id: str) -> None:
+            with pytest.raises(AdmissionClosedError):
+                await app.retry_failure(id)
+
+        with pytest.RaisesGroup(HandlerExitError, flatten_subgroups=True):
+            async with trio.open_nursery() as nursery, app.serving(app.runtime(signals=False)) as gateway:
+                await gateway.send_and_wait(Step("a", 2))
+                failure = await first_failure(app)
+                mails.broken = False
+                nursery.start_soon(retry, failure.id)
+                await began.wait()
+                await gateway.send(Step("b", 5))
+                await exploded.wait()
+                await wait_all_tasks_blocked()
+                proceed.set()
+                await trio.sleep_forever()
+        (still,) = await store.failures(aggregate_id=failure.aggregate_id)
+        assert (still.id, still.attempts) == (failure.id, 1)
+
 
 class TestRefusals:
     async def test_an_id_that_nobody_knows(self, store: SqliteStore) -> None:
@@ -308,6 +374,40 @@ class TestRefusals:
         with pytest.raises(AdmissionClosedError):
             await app.retry_failure(failure.id)
         assert [each.id for each in await open_failures(app)] == [failure.id]
+
+    async def test_while_the_runtime_starts(self, store: SqliteStore) -> None:
+        async with failed(app_of(store, Mailer(), event_retry=ONCE)) as failure:
+            pass
+        asked, proceed = trio.Event(), trio.Event()
+
+        @projection
+        class CatchingUp:
+            @on_event
+            async def stepped(self, _: Stepped) -> None:
+                asked.set()
+                await proceed.wait()
+
+        mailer = Mailer()
+        app = app_of(store, mailer, CatchingUp(), event_retry=ONCE)
+        async with trio.open_nursery() as nursery:
+            runtime = app.runtime(signals=False, shutdown_quiet_period=0, shutdown_timeout=1)
+            nursery.start_soon(runtime.serve)
+            await asked.wait()
+            with pytest.raises(AdmissionClosedError):
+                await app.retry_failure(failure.id)
+            assert mailer.called == 0
+            proceed.set()
+            runtime.request_stop()
+
+    async def test_after_the_stop_was_requested(self, store: SqliteStore) -> None:
+        app = app_of(store, Mailer(), event_retry=ONCE)
+        runtime = app.runtime(signals=False, shutdown_quiet_period=0.2)
+        async with app.serving(runtime):
+            await app.gateway.send_and_wait(Step("a", 2))
+            failure = await first_failure(app)
+            runtime.request_stop()
+            with pytest.raises(AdmissionClosedError):
+                await app.retry_failure(failure.id)
 
     async def test_a_function_that_is_not_there_any_more(self, store: SqliteStore) -> None:
         async with failed(app_of(store, Mailer())) as failure:
@@ -414,6 +514,122 @@ class TestTurns:
                 await wait_all_tasks_blocked(0.01)
         assert log == ["begin", "b1", "end", "a4"]
 
+    async def test_it_has_its_turn_however_many_messages_wait(self, store: SqliteStore) -> None:
+        @event_processor
+        class Mails:
+            broken = True
+
+            def __init__(self) -> None:
+                self.done: list[int] = []
+                self.may = trio.CapacityLimiter(1)
+
+            @on_event
+            async def stepped(self, event: Stepped) -> None:
+                if event.number == 2 and self.broken:
+                    raise OSError("unreachable")
+                async with self.may:
+                    self.done.append(event.number)
+
+        mails = Mails()
+        app = app_of(store, mails, event_retry=ONCE)
+        runtime = app.runtime(signals=False, shutdown_quiet_period=0)
+        async with app.serving(runtime) as gateway, trio.open_nursery() as nursery:
+            await gateway.send_and_wait(Step("a", 2))
+            failure = await first_failure(app)
+            mails.broken = False
+            async with mails.may:
+                for number in range(3, 9):
+                    await gateway.send_and_wait(Step("a", number))
+                nursery.start_soon(app.retry_failure, failure.id)
+                with trio.fail_after(30):
+                    while "once more" not in runtime.statistics().leases[-1].name:  # noqa: ASYNC110
+                        await trio.sleep(0.01)
+        assert mails.done == [3, 2, 4, 5, 6, 7, 8]
+
+    async def test_cancelled_while_it_waits_it_passes_its_turn_on(self, store: SqliteStore) -> None:
+        @event_processor
+        class Mails:
+            broken = True
+
+            def __init__(self) -> None:
+                self.may = trio.CapacityLimiter(1)
+
+            @on_event
+            async def stepped(self, event: Stepped) -> None:
+                if event.number == 2 and self.broken:
+                    raise OSError("unreachable")
+                async with self.may:
+                    pass
+
+        mails = Mails()
+        app = app_of(store, mails, event_retry=ONCE)
+        async with failed(app) as failure:
+            mails.broken = False
+            for number in range(4, 20):  # the cancellation may come before the turn or after it
+                async with trio.open_nursery() as nursery:
+                    async with mails.may:
+                        await app.gateway.send_and_wait(Step("a", number))
+                        await wait_all_tasks_blocked(0.01)
+                        nursery.start_soon(app.retry_failure, failure.id)
+                        await wait_all_tasks_blocked(0.01)
+                        nursery.cancel_scope.cancel()
+            with trio.fail_after(5):
+                assert await app.retry_failure(failure.id)
+
+    async def test_one_that_outlives_its_runtime_takes_nothing_from_the_next(self) -> None:
+        began, finish = trio.Event(), trio.Event()
+
+        @event_processor
+        class Mails:
+            @on_event
+            async def stepped(self, _: Stepped) -> None:
+                with trio.CancelScope(shield=True):
+                    began.set()
+                    await finish.wait()
+
+        domain, failures = Domain([Chain]), InMemoryFailureStore()
+        store = InMemoryEventStore(domain.serializer)
+        registry, retries = registry_of(domain, Mails()), FailureRetries(failures, store)
+        dispatcher = EventDispatcher(registry, InMemoryDomainEventBus(), failures=failures, retries=retries)
+        command = domain.command_message(Step("a"))
+        await store.append(
+            DomainEventStream(
+                aggregate_id=command.aggregate_id,
+                version=1,
+                events=(Stepped(0),),
+                command_id=command.id,
+                request_id=command.request_id,
+            )
+        )
+        failure = FailedExecution.of(
+            OSError(),
+            function="event-dispatcher/Mails.stepped",
+            aggregate_id=command.aggregate_id,
+            version=1,
+            sequence=1,
+            attempts=1,
+        )
+        await failures.record(failure)
+
+        async def retry() -> None:
+            with pytest.raises(ExecutorClosedError):
+                await retries.retry(failure.id)
+
+        async with trio.open_nursery() as nursery:
+            runtime = Runtime([dispatcher], signals=False, shutdown_quiet_period=0)
+            with pytest.RaisesGroup(ShutdownDeadlineError):
+                async with trio.open_nursery() as serving:
+                    await serving.start(runtime.serve)
+                    nursery.start_soon(retry)
+                    await began.wait()
+                    runtime.force_stop()
+            runtime = Runtime([dispatcher], signals=False, shutdown_quiet_period=0)
+            await nursery.start(runtime.serve)
+            finish.set()
+            await wait_all_tasks_blocked()
+            assert await retries.retry(failure.id)
+            runtime.request_stop()
+
     async def test_a_stop_waits_for_it_and_says_so(self, store: SqliteStore) -> None:
         finish, began = trio.Event(), trio.Event()
 
@@ -451,6 +667,50 @@ class TestTurns:
             finish.set()
         assert results == [True]
         assert await open_failures(app) == []
+
+    async def test_after_a_failure_the_store_is_closed_when_it_has_ended(self, tmp_path: Path) -> None:
+        log: list[str] = []
+
+        class Logging(SqliteStore):
+            async def resolve_failure(self, id: str, /) -> bool:
+                log.append("resolved")
+                return await super().resolve_failure(id)
+
+            async def stop(self) -> None:
+                log.append("closed")
+                await super().stop()
+
+        began, finish = trio.Event(), trio.Event()
+
+        @event_processor
+        class Mails:
+            broken = True
+
+            @on_event
+            async def stepped(self, event: Stepped) -> None:
+                if event.number == 2 and self.broken:
+                    raise OSError("unreachable")
+                if event.number == 2:
+                    began.set()
+                    await finish.wait()
+                if event.number == 5:
+                    raise SystemExit(3)
+
+        mails = Mails()
+        async with Logging(tmp_path / "chains.db", Domain([Chain, Notebook]).serializer) as store:
+            app = app_of(store, mails, event_retry=ONCE)
+            with pytest.RaisesGroup(HandlerExitError, flatten_subgroups=True):
+                async with trio.open_nursery() as nursery, app.serving(app.runtime(signals=False)) as gateway:
+                    await gateway.send_and_wait(Step("a", 2))
+                    failure = await first_failure(app)
+                    mails.broken = False
+                    nursery.start_soon(app.retry_failure, failure.id)
+                    await began.wait()
+                    await gateway.send_and_wait(Step("b", 5))
+                    await wait_all_tasks_blocked(0.05)
+                    finish.set()
+                    await trio.sleep_forever()
+            assert log == ["resolved", "closed"]
 
     async def test_a_forced_stop_ends_it_and_it_stays_open(self, store: SqliteStore) -> None:
         began = trio.Event()
@@ -493,37 +753,76 @@ class TestTurns:
 
 
 class Narrow(InMemoryDomainEventBus):
-    """Takes no stream as long as it is told so."""
+    """Takes no stream as long as it is told so, or takes for ever."""
 
     narrow = True
+    slow = False
 
     async def send(self, message: DomainEventStream, /) -> None:
+        if self.slow:
+            await trio.sleep_forever()
         if self.narrow:
             raise SerializationError("too large for this bus")
         await super().send(message)
 
 
+class Publishing:
+    """A runtime that cannot publish."""
+
+    def __init__(self) -> None:
+        self.events, self.failures = Narrow(), InMemoryFailureStore()
+        domain, commands = Domain([Chain]), InMemoryCommandBus()
+        store = InMemoryEventStore(domain.serializer)
+        self.retries = FailureRetries(self.failures, store)
+        self.gateway = CommandGateway(domain, commands)
+        dispatcher = CommandDispatcher(
+            domain,
+            commands,
+            store,
+            self.events,
+            results=self.gateway.results,
+            failures=self.failures,
+            retries=self.retries,
+        )
+        self.runtime = Runtime([dispatcher, self.gateway], signals=False, shutdown_quiet_period=0)
+
+
 class TestPublications:
     async def test_one_that_can_never_succeed_is_parked_and_the_command_ends(self, mock_clock: MockClock) -> None:
-        domain, events, failures = Domain([Chain]), Narrow(), InMemoryFailureStore()
-        store = InMemoryEventStore(domain.serializer)
-        retries = FailureRetries(failures, store)
-        commands = InMemoryCommandBus()
-        gateway = CommandGateway(domain, commands)
-        dispatcher = CommandDispatcher(
-            domain, commands, store, events, results=gateway.results, failures=failures, retries=retries
-        )
-        runtime = Runtime([dispatcher, gateway], signals=False, shutdown_quiet_period=0)
+        it = Publishing()
         async with trio.open_nursery() as nursery:
-            await nursery.start(runtime.serve)
-            assert (await gateway.send_and_wait(Step("a"))).version == 1
-            (failure,) = await failures.failures()
+            await nursery.start(it.runtime.serve)
+            assert (await it.gateway.send_and_wait(Step("a"))).version == 1
+            (failure,) = await it.failures.failures()
             assert failure.function == "command-dispatcher/publication"
             assert (failure.version, failure.sequence, failure.error) == (1, 0, "SerializationError")
             assert failure.attempts == 1
-            assert not await retries.retry(failure.id)
-            assert [each.attempts for each in await failures.failures()] == [2]
-            events.narrow = False
-            assert await retries.retry(failure.id)
-            assert await failures.failures() == []
-            runtime.request_stop()
+            assert not await it.retries.retry(failure.id)
+            assert [each.attempts for each in await it.failures.failures()] == [2]
+            it.events.narrow = False
+            assert await it.retries.retry(failure.id)
+            assert await it.failures.failures() == []
+            it.runtime.request_stop()
+
+    async def test_a_forced_stop_ends_the_retry_of_one(self) -> None:
+        it = Publishing()
+
+        async def serve(task_status: trio.TaskStatus[Runtime]) -> None:
+            with pytest.raises(ShutdownDeadlineError):
+                await it.runtime.serve(task_status=task_status)
+
+        with trio.fail_after(10):
+            async with trio.open_nursery() as nursery:
+                await nursery.start(serve)
+                await it.gateway.send_and_wait(Step("a"))
+                (failure,) = await it.failures.failures()
+                it.events.slow = True
+
+                async def retry() -> None:
+                    with pytest.raises(ExecutorClosedError):
+                        await it.retries.retry(failure.id)
+
+                nursery.start_soon(retry)
+                await wait_all_tasks_blocked()
+                it.runtime.force_stop()
+        assert [each.id for each in await it.failures.failures()] == [failure.id]

@@ -2,6 +2,7 @@
 
 import logging
 from contextlib import suppress
+from functools import partial
 from inspect import isawaitable
 from typing import Any, cast
 
@@ -171,9 +172,9 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
         )
         return True
 
-    async def try_again(self, _: FailedExecution, stream: DomainEventStream, /) -> bool:
-        """See `MessageDispatcher.try_again`."""
-        return await self._published(stream) is Outcome.HANDLED
+    async def try_again(self, _: FailedExecution, stream: DomainEventStream, /) -> Outcome:
+        """See `MessageDispatcher.try_again`. Commands of the aggregate are handled meanwhile."""
+        return await self._run_like_message(stream.aggregate_id, partial(self._published, stream))
 
     def unfinished(self, message: CommandMessage, /) -> None:
         """See `MessageDispatcher.unfinished`. Whoever waits for the command need not wait any more."""

@@ -1,13 +1,13 @@
 """What all dispatchers have in common: receivers, leases, mailboxes, the component's life."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from typing import Generic, Protocol, TypeVar
 
 import trio
 
 from trio_wow.buses import MessageBus, MessageExchange, MessageReceiver, Subscription
-from trio_wow.dispatch._filters import FilterChain, Handling
+from trio_wow.dispatch._filters import FilterChain, Handling, Outcome
 from trio_wow.domain import AggregateModel
 from trio_wow.errors import AdmissionClosedError, FailureNotRetryableError
 from trio_wow.eventsourcing import FailedExecution, FailureStore
@@ -74,26 +74,49 @@ class MessageDispatcher(ABC, Generic[M]):
 
     async def retry(self, failure: FailedExecution, failures: FailureStore, stream: DomainEventStream, /) -> bool:
         """Try a failed execution of this dispatcher again; see `FailureRetries.retry`."""
-        context = self._prepared()
-        if context.admission.is_inside():
+        context = self._context
+        if context is not None and context.admission.is_inside():
             raise FailureNotRetryableError(failure.id, "a function that handles a message would wait for itself")
-        lease = context.try_acquire("failure %s of %s once more", failure.id, failure.function)
+        lease = None
+        if context is not None and context.admission.intake_is_open:  # it is work from outside
+            lease = context.try_acquire("failure %s of %s once more", failure.id, failure.function)
         if lease is None:
             raise AdmissionClosedError(self.name)
-        with lease:
-            succeeded = await self.try_again(failure, stream)
-            if succeeded:
-                await failures.resolve_failure(failure.id)
-        return succeeded
+        self._running += 1  # after a failure the runtime waits for no lease
+        try:
+            with lease:
+                outcome = await self.try_again(failure, stream)
+                if outcome is Outcome.UNFINISHED:
+                    raise AdmissionClosedError(self.name)
+                if outcome is Outcome.HANDLED:
+                    await failures.resolve_failure(failure.id)
+        finally:
+            self._end_running()
+        return outcome is Outcome.HANDLED
 
-    async def try_again(self, failure: FailedExecution, stream: DomainEventStream, /) -> bool:
-        """Do once more what has failed, and say whether it has succeeded; if not, the failure is recorded again.
+    async def try_again(self, failure: FailedExecution, stream: DomainEventStream, /) -> Outcome:
+        """Do once more what has failed, and say what has become of it; what fails for good is recorded again.
 
         Raises:
             FailureNotRetryableError: there is nothing like that here.
         """
         await trio.lowlevel.checkpoint()
         raise FailureNotRetryableError(failure.id, f"{self.name} does nothing for version {stream.version} again")
+
+    async def _run_like_message(self, aggregate_id: AggregateId, work: Callable[[], Awaitable[Outcome]]) -> Outcome:
+        """Run something where messages are handled, so that a forced stop ends it too, and what it raises."""
+        outcome = Outcome.UNFINISHED
+
+        async def run(_: AggregateId) -> None:
+            nonlocal outcome
+            try:
+                outcome = await work()
+            except BaseException as error:
+                self._report(error, aggregate_id)
+                raise
+
+        await self._prepared().executor.dispatch(_only(aggregate_id), key=_itself, handler=run)
+        return outcome
 
     async def prepare(self, context: RuntimeContext, /) -> None:
         """See `RuntimeComponent.prepare`."""
@@ -135,11 +158,14 @@ class MessageDispatcher(ABC, Generic[M]):
             try:
                 await function(argument)
             finally:
-                self._running -= 1
-                self._idle.set()
+                self._end_running()
 
         self._running += 1
         self._prepared().nursery.start_soon(run, name=name)
+
+    def _end_running(self) -> None:
+        self._running -= 1
+        self._idle.set()
 
     async def _receive(self, receiver: MessageReceiver[M]) -> None:
         try:
@@ -193,6 +219,14 @@ class MessageDispatcher(ABC, Generic[M]):
         if self._context is None:
             raise RuntimeError(f"{self.name} has not been prepared; put it into a Runtime")
         return self._context
+
+
+async def _only(aggregate_id: AggregateId) -> AsyncGenerator[AggregateId, None]:
+    yield aggregate_id
+
+
+def _itself(aggregate_id: AggregateId) -> AggregateId:
+    return aggregate_id
 
 
 def _mailbox_key(exchange: MessageExchange[M]) -> AggregateId:

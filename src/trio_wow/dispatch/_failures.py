@@ -48,7 +48,8 @@ class FailureRetries:
 
     The function that has failed, and no other, is called for its event by the dispatcher that it belongs to, with its
     filters and retries, while nothing else of that aggregate is handled there. What came after the event has been
-    handled before: a function that is tried again sees its event late.
+    handled before: a function that is tried again sees its event late. A stream that could not be published is
+    published, while commands go on.
 
     Args:
         failures: keeps the failed executions.
@@ -69,7 +70,8 @@ class FailureRetries:
     async def retry(self, id: str) -> bool:
         """Try a failed execution again, and wait for it; when it succeeds, the failure is resolved.
 
-        When it fails for good once more, that is recorded: the failure keeps its ID, and the attempts are added.
+        When it fails for good once more, that is recorded: the failure keeps its ID, and the attempts are added. If
+        the recorder fails, that is logged, and the failure stays as it was.
 
         Args:
             id: names the failure.
@@ -78,9 +80,11 @@ class FailureRetries:
             Whether it has succeeded.
 
         Raises:
-            FailureNotRetryableError: nobody keeps failures, or this one; its function or its event is not there; it is
-                being tried already; or the caller is a function that handles a message, which would wait for itself.
-            AdmissionClosedError: no runtime runs, or it is ending.
+            FailureNotRetryableError: nobody keeps failures, or this one; its function or its event is not there;
+                several have that function, such as two instances of one class; it is being tried already; or the caller
+                is a function that handles a message, which would wait for itself.
+            AdmissionClosedError: no runtime runs, or it is ending; or a failure ended it before the function could
+                succeed, and the failure stays as it was.
             ExecutorClosedError: a forced stop ended the function; the failure stays open.
             StoreError: the store cannot be used. If that happens when the function has succeeded, the failure stays
                 open: a function is called at least once.

@@ -2,8 +2,10 @@
 
 import logging
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from inspect import isawaitable
 from typing import Any, Protocol, TypeVar, cast
 
@@ -161,6 +163,7 @@ class ProcessorDispatcher(MessageDispatcher[M]):
         if parts.retries is not None:
             parts.retries.add((f"{name}/{each}" for processor in processors for each in self._names(processor)), self)
         self._filtered_call = parts.function_filters.around(self._call)
+        self._turns = _Turns()  # not the runtime's: what is tried again may outlive it
         self._store = parts.catch_up.store if parts.catch_up is not None else None
         self._progress = [each.progress for each in processors if each.progress is not None]
         self._reset()
@@ -171,7 +174,6 @@ class ProcessorDispatcher(MessageDispatcher[M]):
         self._caught_up = trio.Event()
         self._handled = trio.Event()
         self._keeping = trio.CancelScope()
-        self._turns = _Turns()
 
     @abstractmethod
     def calls(self, processor: BoundProcessor, message: M, /) -> Iterator[Call]:
@@ -239,25 +241,14 @@ class ProcessorDispatcher(MessageDispatcher[M]):
         handling.outcome = outcome
         return outcome.settles or (outcome is Outcome.FAILURE_UNRECORDED and self._ack_on_unrecorded_failure)
 
-    async def try_again(self, failure: FailedExecution, stream: DomainEventStream, /) -> bool:
+    async def try_again(self, failure: FailedExecution, stream: DomainEventStream, /) -> Outcome:
         """See `MessageDispatcher.try_again`. Nothing else of the aggregate is handled here meanwhile."""
-        succeeded = False
-
-        async def run(calling: _Calling) -> None:
-            nonlocal succeeded
-            try:
-                succeeded = await self._run_call(calling) is Outcome.HANDLED
-            except BaseException as error:
-                self._report(error, failure.aggregate_id)
-                raise
-
         await self._turns.take(failure.aggregate_id)
         try:
             calling = self._calling_of(failure, await self.message_of(stream))
-            await self._prepared().executor.dispatch(_only(calling), key=_aggregate_called, handler=run)
+            return await self._run_like_message(failure.aggregate_id, partial(self._run_call, calling))
         finally:
             self._turns.give_back(failure.aggregate_id)
-        return succeeded
 
     def _calling_of(self, failure: FailedExecution, message: M) -> _Calling:
         callings = [
@@ -467,10 +458,10 @@ class ProcessorDispatcher(MessageDispatcher[M]):
                 if isawaitable(result):
                     refuse_awaitable(result, f"{function.name} returned an awaitable, which no thread awaits")
 
-        if again:
-            _, checkpoints = _transactional(processor)
+        progress, checkpoints = _transactional(processor)
+        if again and await progress.last_version(message.aggregate_id) + 1 != message.version:
             await checkpoints.transact(work)
-        else:
+        else:  # tried again too, if it could not be passed: it would be done once more after a restart
             await _in_transaction(processor, message, work)
 
     async def _failed(self, calling: _Calling, error: Exception) -> Outcome:
@@ -532,25 +523,33 @@ def _aggregate_of(record: RecordedStream) -> AggregateId:
     return record.aggregate_id
 
 
-def _aggregate_called(calling: _Calling) -> AggregateId:
-    aggregate_id: AggregateId = calling.message.aggregate_id
-    return aggregate_id
-
-
-async def _only(calling: _Calling) -> AsyncGenerator[_Calling, None]:
-    yield calling
-
-
 class _Turns:
-    """Of what belongs to one aggregate one thing at a time: a message, or a failed execution that is tried again."""
+    """Of what belongs to one aggregate one thing at a time: a message, or a failed execution that is tried again.
+
+    In the order in which they come: a mailbox that never empties takes its next turn as it gives one back.
+    """
 
     def __init__(self) -> None:
-        self._taken: dict[AggregateId, trio.Event] = {}
+        self._waiting: dict[AggregateId, deque[trio.Event]] = {}
 
     async def take(self, aggregate_id: AggregateId) -> None:
-        while (taken := self._taken.get(aggregate_id)) is not None:
-            await taken.wait()
-        self._taken[aggregate_id] = trio.Event()
+        waiting = self._waiting.get(aggregate_id)
+        if waiting is None:
+            self._waiting[aggregate_id] = deque()
+            return
+        turn = trio.Event()
+        waiting.append(turn)
+        try:
+            await turn.wait()
+        except BaseException:
+            if turn.is_set():  # it came in the same moment
+                self.give_back(aggregate_id)
+            else:
+                waiting.remove(turn)
+            raise
 
     def give_back(self, aggregate_id: AggregateId) -> None:
-        self._taken.pop(aggregate_id).set()
+        if waiting := self._waiting[aggregate_id]:
+            waiting.popleft().set()
+        else:
+            del self._waiting[aggregate_id]
