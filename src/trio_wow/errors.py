@@ -21,6 +21,7 @@ __all__ = [
     "ExecutorClosedError",
     "ExpectedVersionError",
     "HandlerExitError",
+    "HandlerInterruptedError",
     "HopLimitError",
     "InvalidIdentifierError",
     "NoSubscriberError",
@@ -120,6 +121,20 @@ class CancelScopeLeakError(WowError):
         )
         self.handler = handler
         self.key = key
+
+
+class HandlerInterruptedError(WowError):
+    """A plain function's thread was waiting for something in the library when the dispatch of its item was cancelled.
+
+    Raised in the thread, in place of `trio.Cancelled`: the function should clean up and let it pass.
+
+    Attributes:
+        handler: the function's qualified name.
+    """
+
+    def __init__(self, handler: str) -> None:
+        super().__init__(f"the dispatch that runs {handler} was cancelled while its thread waited")
+        self.handler = handler
 
 
 class BlockingCallError(WowError):
