@@ -22,6 +22,7 @@ from thread_support import (
     Gates,
     Pin,
     Unprintable,
+    borrowed,
     first_of_none,
     queued,
     raiser,
@@ -30,7 +31,7 @@ from thread_support import (
 )
 
 from trio_wow.errors import ExecutorClosedError
-from trio_wow.execution import KeyedExecutor, blocking, direct
+from trio_wow.execution import ExecPool, KeyedExecutor, blocking, direct
 
 
 class TestThreads:
@@ -170,7 +171,7 @@ class TestOutcomes:
             assert states(executor) == ["idle", "idle"]
             nursery.cancel_scope.cancel()
         assert sorted(ended) == list(range(64))
-        assert trio.to_thread.current_default_thread_limiter().borrowed_tokens == 0
+        assert borrowed(executor) == 0
 
     @PINS
     @pytest.mark.parametrize("error", ERRORS + FATAL, ids=repr)
@@ -190,7 +191,7 @@ class TestOutcomes:
         assert caught.value is error
         assert (discarded, reported, source.rest) == ([1, 2, 3], [], [4, 5, 6, 7])
         assert states(executor) == ["idle"]
-        assert trio.to_thread.current_default_thread_limiter().borrowed_tokens == 0
+        assert borrowed(executor) == 0
         done: list[int] = []
         with trio.fail_after(PATIENCE):
             await executor.dispatch(ListSource([1]), key=first_of_none, handler=pin(lambda n: done.append(n)))
@@ -410,10 +411,11 @@ async def test_every_item_ends_in_exactly_one_state_and_every_worker_idle(
     """Dispatches of all kinds on one executor, of which some fail, are cancelled or stopped by force."""
     rng = random.Random(seed)
     forced = seed % 5 == 4
-    limiter = trio.to_thread.current_default_thread_limiter()
-    limiter.total_tokens = rng.randint(1, 3)
     executor = KeyedExecutor(
-        workers=rng.randint(1, 3), max_in_flight=rng.randint(1, 12), throughput=rng.choice((1, 2, 16))
+        pool=ExecPool(rng.randint(1, 3), rng.randint(0, 4)),
+        workers=rng.randint(1, 3),
+        max_in_flight=rng.randint(1, 12),
+        throughput=rng.choice((1, 2, 16)),
     )
 
     async def run(number: int, kind: str) -> None:
@@ -471,7 +473,7 @@ async def test_every_item_ends_in_exactly_one_state_and_every_worker_idle(
                 assert fatal
             except* (trio.Cancelled, ExecutorClosedError):
                 cancelled = True
-        await until(lambda: not limiter.borrowed_tokens)
+        await until(lambda: not borrowed(executor))
         for item in source.rest:
             ended[item].append("in the source")
         # A handler does not hear of it when it waits for a thread in vain, or is abandoned in one.

@@ -29,6 +29,6 @@ async def enter(pool: ExecPool, exec_class: ExecClass, lane: Lane | None) -> Hol
         await trio.lowlevel.checkpoint_if_cancelled()
         return None
     task = trio.lowlevel.current_task()
-    hold = WorkerHold(lane.worker, task.name, task, lane.outside)
+    hold = WorkerHold(lane.worker, task, task, lane.outside)
     await hold.acquire()
     return hold

@@ -38,7 +38,8 @@ _synchronous: ContextVar[bool] = ContextVar("trio_wow.execution.synchronous", de
 def synchronous() -> Iterator[None]:
     """Let `KeyedExecutor.call` run every plain function on the event loop, until the block is left.
 
-    Whatever its profile or its mark. For tests, and for callers that need the effect before they go on. Such runs are not measured.
+    Whatever its profile or its mark. For tests, and for callers that need the effect before they go on. Such runs are
+    not measured.
     """
     token = _synchronous.set(True)
     try:

@@ -367,7 +367,7 @@ class Lane:
         mailbox = self._take()
         self._end_runner()
         task = current_task()
-        hold = WorkerHold(worker, mailbox.name, task, task._cancel_status)
+        hold = WorkerHold(worker, mailbox, task, task._cancel_status)
         worker.hold(hold)
         if self.queue:
             self._wake()

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol, TypeVar, cast
 
 import trio
 
-from trio_wow.errors import HandlerInterruptedError
+from trio_wow.errors import HandlerInterruptedError, printable
 from trio_wow.execution._plain import is_async
 
 __all__ = ["Hold", "ThreadCall", "Threads", "blocking", "direct", "inline", "lent", "pin_of"]
@@ -165,7 +165,7 @@ class ThreadCall:
         threads: those that it is one of.
         group: of calls that are interrupted together; it is in it while it is waited for.
         handler: the function's name, for the log.
-        label: of the key, for the log.
+        key: of the item, for the log.
         hold: what the thread holds while it runs, which it can lend. The caller ends it, unless the call is abandoned.
         context: what the function runs in; nobody else does meanwhile.
         function: takes nothing.
@@ -180,7 +180,7 @@ class ThreadCall:
         threads: "Threads",
         group: "set[ThreadCall]",
         handler: str,
-        label: str,
+        key: object,
         hold: "Hold | None",
         context: Context,
         function: Callable[[], object],
@@ -188,7 +188,7 @@ class ThreadCall:
         self._threads = threads
         self._group = group
         self._handler = handler
-        self._label = label
+        self._key = key
         self._hold = hold
         self._context = context
         self._function = function
@@ -222,30 +222,28 @@ class ThreadCall:
         self._group.add(self)
         try:
             with self._shield:
-                return await trio.to_thread.run_sync(
-                    self._work, thread_name=name, abandon_on_cancel=True, limiter=_unlimited
-                )
+                await trio.to_thread.run_sync(self._work, thread_name=name, abandon_on_cancel=True, limiter=_unlimited)
         except trio.Cancelled:
             self.abandoned = True
             if self._over:  # and the thread may have seen it abandoned, or not
                 self.abandoned = False
                 if self._error is not None:
                     raise self._error from None
-                return self._result
-            threads.abandoned += 1
-            logger.warning(
-                "abandoned the thread of handler %s for key %s, which has run for %.1f s",
-                self._handler,
-                self._label,
-                threads.perf_counter() - started,
-            )
-            raise
+            else:
+                threads.abandoned += 1
+                logger.warning(
+                    "abandoned the thread of handler %s for key %s, which has run for %.1f s",
+                    self._handler,
+                    printable(self._key),
+                    threads.perf_counter() - started,
+                )
+                raise
         finally:
             threads.calls.remove(self)
             self._group.remove(self)
             if self.abandoned and self._hold is not None:
                 self._hold.abandon()
-        raise AssertionError  # a shield of ours is cancelled by nobody
+        return self._result
 
     def interrupt(self) -> None:
         """Cancel what the thread waits for in the library."""
@@ -267,7 +265,7 @@ class ThreadCall:
                 await hold.take_back()
         raise HandlerInterruptedError(self._handler)
 
-    def _work(self) -> object:
+    def _work(self) -> None:
         threads = self._threads
         self._context.run(_call.set, self)
         started = threads.perf_counter()
@@ -286,7 +284,6 @@ class ThreadCall:
                     self._token.run_sync_soon(self._end_late)
                 except trio.RunFinishedError:
                     self._report_late()
-        return self._result
 
     def _end_late(self) -> None:
         if self.abandoned:
@@ -298,7 +295,8 @@ class ThreadCall:
     def _report_late(self) -> None:
         # `Cancelled` is what `trio.from_thread.check_cancelled` raises in a handler that asks how it stands.
         if self._error is not None and not isinstance(self._error, trio.Cancelled):
-            logger.error("abandoned handler %s failed for key %s", self._handler, self._label, exc_info=self._error)
+            key = printable(self._key)
+            logger.error("abandoned handler %s failed for key %s", self._handler, key, exc_info=self._error)
 
 
 class Threads:

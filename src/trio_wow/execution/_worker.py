@@ -28,23 +28,33 @@ class _CancelStatus(Protocol):
     def effectively_cancelled(self) -> bool: ...
 
 
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
 class WorkerHold:
     """A worker in the hands of one thread, or of one mailbox's threads in a row.
 
     Args:
         worker: whom to hold; see `Worker.hold`.
-        name: what holds it, for messages.
+        owner: who holds it: a mailbox, or a task.
         task: who waits for the threads, and may go on while they have the worker.
         outside: the cancel status outside the handler's own scopes.
     """
 
-    __slots__ = ("_outside", "_worker", "name", "task")
+    __slots__ = ("_outside", "_owner", "_worker", "task")
 
-    def __init__(self, worker: "Worker", name: str, task: trio.lowlevel.Task, outside: _CancelStatus) -> None:
+    def __init__(self, worker: "Worker", owner: _Named, task: trio.lowlevel.Task, outside: _CancelStatus) -> None:
         self._worker = worker
+        self._owner = owner
         self._outside = outside
-        self.name = name
         self.task = task
+
+    @property
+    def name(self) -> str:
+        """What holds it, for messages. Put together when asked for."""
+        return self._owner.name
 
     async def acquire(self) -> None:
         """Take the worker, once nobody else's thread has it and the lanes that wait for it have had a turn.
