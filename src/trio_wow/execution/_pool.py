@@ -6,6 +6,7 @@ from types import TracebackType
 
 import trio
 from attrs import frozen
+from trio.lowlevel import enable_ki_protection
 
 __all__ = ["ExecPool", "ExecPoolStatistics", "PoolPlace"]
 
@@ -47,6 +48,7 @@ class PoolPlace:
         self._task: trio.lowlevel.Task | None = None  # that waits
         self._trio_token: trio.lowlevel.TrioToken | None = None
 
+    @enable_ki_protection
     async def wait(self) -> None:
         """Wait for the token. Called once.
 
@@ -60,6 +62,7 @@ class PoolPlace:
             self.release()
             raise
 
+    @enable_ki_protection
     def release(self) -> None:
         """Give up the token, which goes to the first that waits, or the place. From any thread; idempotent."""
         pool = self._pool
@@ -78,6 +81,7 @@ class PoolPlace:
     def abandon(self) -> None:
         """See `Hold`: the thread gives the token back when it ends."""
 
+    @enable_ki_protection
     def lend(self) -> None:
         """Give the token away for a while. Only with a token."""
         pool = self._pool
@@ -86,6 +90,7 @@ class PoolPlace:
             pool._lent += 1
             pool._give_back()
 
+    @enable_ki_protection
     async def take_back(self) -> None:
         """Have the token again, before all that queue.
 
@@ -169,7 +174,7 @@ class ExecPool:
                 raise ValueError(f"{argument} must be an int, at least {least}, not {value!r}")
         self._max_concurrency = max_concurrency
         self._queue_size = queue_size
-        # Functions end in threads. Nothing here waits, or calls what is not ours, while it has the lock.
+        # Functions end in threads. Who has the lock does not wait, calls nothing that is not ours, and is not interrupted.
         self._lock = Lock()
         self._borrowed = self._lent = 0
         self._queue: deque[PoolPlace] = deque()
@@ -183,6 +188,7 @@ class ExecPool:
             f"{len(self._queue)} of {self._queue_size} queued{', closed' if self._closed else ''}>"
         )
 
+    @enable_ki_protection
     def statistics(self) -> ExecPoolStatistics:
         """Return what it does at this moment."""
         with self._lock:
@@ -197,6 +203,7 @@ class ExecPool:
                 closed=self._closed,
             )
 
+    @enable_ki_protection
     def try_submit(self) -> PoolPlace | None:
         """Take a token, else a place in the queue. Never waits.
 
@@ -221,6 +228,7 @@ class ExecPool:
         """Refuse all further items; those in it go on. Idempotent."""
         self._closed = True
 
+    @enable_ki_protection
     async def drain(self) -> None:
         """Wait until no item is left, for as long as the caller's cancel scopes allow. It stays open if it was.
 

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from attrs import field, frozen
 from attrs import validators as must
+from trio.lowlevel import enable_ki_protection
 
 from trio_wow.execution._plain import is_async, name_of
 from trio_wow.execution._threads import pin_of
@@ -184,6 +185,7 @@ class ExecProfile:
     def __repr__(self) -> str:
         return f"<ExecProfile of {self.name}: {'pinned to ' if self.pinned else ''}{self.exec_class.value}>"
 
+    @enable_ki_protection
     def record(self, seconds: float) -> None:
         """Take note of how long a run has taken, and decide anew where the next one goes.
 
@@ -194,6 +196,7 @@ class ExecProfile:
         if reason is not None:
             logger.info("%s goes to the pool: %s", self.name, reason)
 
+    @enable_ki_protection
     def statistics(self) -> FunctionStatistics:
         """Return what is known at this moment."""
         with self._lock:
@@ -281,6 +284,7 @@ class Profiles:
         self._of_methods: WeakKeyDictionary[Any, WeakKeyDictionary[type, ExecProfile]] = WeakKeyDictionary()
         self._adopted: WeakSet[ExecProfile] = WeakSet()
 
+    @enable_ki_protection
     def of(self, function: Any) -> ExecProfile:
         """Return the profile of a raw handler: of its function, or of its method and class, through any `partial`."""
         bare = function
@@ -308,6 +312,7 @@ class Profiles:
             self.adopt(profile)
         return profile
 
+    @enable_ki_protection
     def adopt(self, profile: ExecProfile) -> None:
         """Count a profile among this executor's, and let its settings decide."""
         with self._lock:
@@ -315,6 +320,7 @@ class Profiles:
             profile.owner = self
             self._adopted.add(profile)
 
+    @enable_ki_protection
     def statistics(self) -> tuple[FunctionStatistics, ...]:
         """Return what is known of each plain function, by name."""
         with self._lock:
