@@ -174,7 +174,7 @@ class ExecPool:
                 raise ValueError(f"{argument} must be an int, at least {least}, not {value!r}")
         self._max_concurrency = max_concurrency
         self._queue_size = queue_size
-        # Functions end in threads. Who has the lock does not wait, calls nothing that is not ours, and is not interrupted.
+        # Functions end in threads. Who has it does not wait, calls nothing that is not ours, and is not interrupted.
         self._lock = Lock()
         self._borrowed = self._lent = 0
         self._queue: deque[PoolPlace] = deque()
