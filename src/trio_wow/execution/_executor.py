@@ -279,8 +279,9 @@ class KeyedExecutor:
         lane = current_lane.get()
         if lane is not None and lane.workers is not self._workers:  # of another executor's handler, which calls us
             lane = None
+        task = trio.lowlevel.current_task()
+        name = task.name if lane is None else lane.name_of(task)
         hold = await enter(pool, exec_class, lane)
-        name = trio.lowlevel.current_task().name
         calls: set[ThreadCall] = set() if lane is None else lane.calls
         call = ThreadCall(self._threads, calls, profile.name, name.removeprefix("mailbox "), hold, context, function)
         try:

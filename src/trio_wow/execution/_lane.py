@@ -129,6 +129,11 @@ class Lane:
         """All workers of the executor whose lane it is."""
         return self._workers
 
+    def name_of(self, task: trio.lowlevel.Task) -> str:
+        """Return the name of a handler's task: its mailbox's, also before its first wait."""
+        active = self._dispatch.active
+        return task.name if active is None or task.name != self._runner_name else active.name
+
     def put(self, mailbox: Mailbox[Any], *, first: bool = False) -> None:
         """Queue a mailbox, behind the others unless it is to be `first`, and see that somebody takes it."""
         worker = self.worker

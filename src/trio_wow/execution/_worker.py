@@ -57,12 +57,15 @@ class WorkerHold:
         return self._owner.name
 
     async def acquire(self) -> None:
-        """Take the worker, once nobody else's thread has it and the lanes that wait for it have had a turn.
+        """Take the worker, once nobody else's thread has it and the lane whose turn it is has had that.
 
         Cancellation: the worker is not taken.
         """
         worker = self._worker
-        if worker.lanes or worker.starting is not None:
+        if worker.lanes and not worker.taken:
+            worker.start_lane()
+        starting = worker.starting
+        while starting is not None and worker.starting is starting:
             await trio.lowlevel.checkpoint()
         await self.take_back()
         try:
