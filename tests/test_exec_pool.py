@@ -425,13 +425,12 @@ def hammer(seed: int, loops: int = 3, items: int = 60) -> None:
                 with lock:
                     inside += 1
                     most = max(most, inside)
-                await trio.lowlevel.checkpoint()
-                with lock:
-                    inside -= 1
-                    done.append((number, n))
-                place.release()
-                return
-            place.release()
+                try:
+                    await trio.lowlevel.checkpoint()
+                finally:
+                    with lock:
+                        inside -= 1
+                    place.release()
             done.append((number, n))
 
         async def cancel(scope: trio.CancelScope) -> None:

@@ -57,7 +57,7 @@ class WorkerHold:
         return self._owner.name
 
     async def acquire(self) -> None:
-        """Take the worker, once nobody else's thread has it and the lane whose turn it is has had that.
+        """Take the worker, once nobody else's thread has it, and those whose turn it is have had that.
 
         Cancellation: the worker is not taken.
         """
@@ -65,7 +65,7 @@ class WorkerHold:
         if worker.lanes and not worker.taken:
             worker.start_lane()
         starting = worker.starting
-        while starting is not None and worker.starting is starting:
+        while worker.is_resuming or (starting is not None and worker.starting is starting):
             await trio.lowlevel.checkpoint()
         await self.take_back()
         try:
@@ -155,6 +155,11 @@ class Worker:
         if self.holder is not None:
             return "abandoned" if self.abandoned else "held"
         return "running" if self.runners or self._let_go else "idle"
+
+    @property
+    def is_resuming(self) -> bool:
+        """Whether mailboxes that were let go have not resumed yet."""
+        return bool(self._let_go)
 
     def hold(self, holder: WorkerHold) -> None:
         """Give the worker, which no thread must hold, to one."""
