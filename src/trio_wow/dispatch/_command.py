@@ -178,7 +178,9 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
                 _log.exception("%s failed for %s", function.name, message.aggregate_id)
 
     async def _call(self, function: CommandFunction, message: CommandMessage, *leading: object) -> object:
-        result = function.call(*leading, **self._registry.command_arguments(function).of(message))
+        profile, arguments = self._registry.command_profile(function), self._registry.command_arguments(function)
+        executor = self._prepared().executor
+        result = await executor.call(profile, function.call, *leading, **arguments.of(message))
         if isawaitable(result):
             with no_leaked_scope(function.name, message.aggregate_id):
                 result = await result

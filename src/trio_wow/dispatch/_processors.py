@@ -2,9 +2,10 @@
 
 import logging
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, suppress
 from inspect import isawaitable
+from itertools import groupby
 from typing import Any, Protocol, TypeVar, cast
 
 import trio
@@ -80,11 +81,13 @@ class _Calling(Handling):
         processor: whose function it is.
         call: `None` for those that share a transaction.
         number: of the call, among those for one message.
+        started: set when the function is about to be called, where others wait for that.
     """
 
     processor: BoundProcessor = field(kw_only=True)
     call: Call | None = field(default=None, kw_only=True)
     number: int = field(default=0, kw_only=True)
+    started: trio.Event | None = field(default=None, kw_only=True)
 
 
 class _Streamed(Protocol):
@@ -296,22 +299,52 @@ class ProcessorDispatcher(MessageDispatcher[M]):
     async def _run(self, processor: BoundProcessor, message: M) -> Outcome:
         progress = processor.progress
         done: set[int] = set() if progress is None else progress.done(message.aggregate_id)
-        worst, failed_at = Outcome.HANDLED, None
-        for number, call in enumerate(self.calls(processor, message)):
-            if number in done:
-                continue
-            if failed_at is not None and failed_at < call.sequence and progress is not None:
+        worst, failed = Outcome.HANDLED, False
+        for _, calls in groupby(enumerate(self.calls(processor, message)), key=_sequence):
+            if failed and progress is not None:
                 break  # what comes later waits for its turn
-            calling = _Calling(self.name, message, call.function.name, call=call, processor=processor, number=number)
-            outcome = await self._run_call(calling, call.sequence)
-            if outcome is Outcome.UNFINISHED:
-                return outcome
-            if outcome.settles:
-                done.add(number)
-            else:
-                failed_at = call.sequence
-            worst = _worse(worst, outcome)
+            callings = [
+                _Calling(self.name, message, call.function.name, call=call, processor=processor, number=number)
+                for number, call in calls
+                if number not in done
+            ]
+            for number, outcome in (await self._run_side_by_side(callings)).items():
+                if outcome.settles:
+                    done.add(number)
+                else:
+                    failed = True
+                worst = _worse(worst, outcome)
+            if worst is Outcome.UNFINISHED:
+                break
         return worst
+
+    async def _run_side_by_side(self, callings: Sequence[_Calling]) -> Mapping[int, Outcome]:
+        """Run the functions for one event. They start in order; the others go on beside those in the pool."""
+        uses_pool = self._prepared().executor.uses_pool
+        outcomes: dict[int, Outcome] = {}
+
+        async def run(calling: _Calling, call: Call) -> None:
+            try:
+                outcomes[calling.number] = await self._run_call(calling, call.sequence)
+            finally:
+                if calling.started is not None:
+                    calling.started.set()
+
+        async with AsyncExitStack() as stack:
+            nursery: trio.Nursery | None = None
+            for calling in callings:
+                call = cast("Call", calling.call)
+                if calling is not callings[-1] and uses_pool(call.function.profile):
+                    if nursery is None:
+                        nursery = await stack.enter_async_context(trio.open_nursery())
+                    calling.started = trio.Event()
+                    nursery.start_soon(run, calling, call, name=calling.function)
+                    await calling.started.wait()
+                else:
+                    await run(calling, call)
+                    if outcomes[calling.number] is Outcome.UNFINISHED:
+                        break
+        return outcomes
 
     async def _run_call(self, calling: "_Calling", sequence: int) -> Outcome:
         progress, aggregate_id = calling.processor.progress, calling.message.aggregate_id
@@ -334,7 +367,10 @@ class ProcessorDispatcher(MessageDispatcher[M]):
             return
         function = call.function
         arguments = await self._arguments(function, call.envelope, message) if function.arguments else {}
-        result = function.call(call.envelope if function.takes_envelope else call.body, **arguments)
+        executor, event = self._prepared().executor, call.envelope if function.takes_envelope else call.body
+        if calling.started is not None:
+            calling.started.set()  # the call takes its place in the pool in this very step
+        result = await executor.call(function.profile, function.call, event, **arguments)
         if isawaitable(result):
             with no_leaked_scope(function.name, message.aggregate_id):
                 result = await result
@@ -365,13 +401,15 @@ class ProcessorDispatcher(MessageDispatcher[M]):
 
     async def _call_in_transaction(self, processor: BoundProcessor, message: M) -> None:
         calls = tuple(self.calls(processor, message))
+        executor = self._prepared().executor
 
         def work(transaction: Any) -> None:
             for call in calls:
                 function = call.function
                 arguments = function.arguments.of(call.envelope)
                 arguments[str(function.arguments.transaction)] = transaction
-                result = function.call(call.envelope if function.takes_envelope else call.body, **arguments)
+                event = call.envelope if function.takes_envelope else call.body
+                result = executor.call_here(function.profile, function.call, event, **arguments)
                 if isawaitable(result):
                     refuse_awaitable(result, f"{function.name} returned an awaitable, which no thread awaits")
 
@@ -433,6 +471,10 @@ _OUTCOMES = {
     Recording.WAIVED: Outcome.FAILURE_WAIVED,
     Recording.UNRECORDED: Outcome.FAILURE_UNRECORDED,
 }
+
+
+def _sequence(numbered: tuple[int, Call]) -> int:
+    return numbered[1].sequence
 
 
 def _worse(one: Outcome, other: Outcome) -> Outcome:

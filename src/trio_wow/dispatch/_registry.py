@@ -17,6 +17,7 @@ from trio_wow.domain import (
     processor_model,
 )
 from trio_wow.errors import ConfigurationError, RuntimeStateError
+from trio_wow.execution import ExecClass, ExecProfile
 
 __all__ = ["BoundFunction", "FunctionRegistry", "RegisteredProcessor", "is_in_memory"]
 
@@ -30,12 +31,18 @@ class BoundFunction:
         takes_envelope: whether its message is the envelope rather than what is in it.
         call: the bound method.
         arguments: what it takes besides its message.
+        profile: where it runs.
+        priority: see `on_event`.
+        block: see `on_event`.
     """
 
     name: str
     takes_envelope: bool
     call: Callable[..., object]
     arguments: Arguments
+    profile: ExecProfile
+    priority: int
+    block: bool
 
 
 @frozen
@@ -46,7 +53,7 @@ class RegisteredProcessor:
         instance: the processor.
         name: its class's name.
         kind: its class's decorator.
-        functions: by the class of the event, or of the state.
+        functions: by the class of the event, or of the state, those that are called, in the order of their start.
         aggregates: those that it subscribes to.
         in_transaction: whether the functions take the store's transaction.
     """
@@ -99,9 +106,11 @@ class FunctionRegistry:
         self._on_events: list[RegisteredProcessor] = []
         self._on_states: list[RegisteredProcessor] = []
         self._commands: dict[CommandFunction, Arguments] = {}
+        self._profiles: dict[CommandFunction, ExecProfile] = {}
         for model in domain.aggregates:
             for function in model.functions():
                 self._commands[function] = Arguments(function.name, function.parameters, self._services, self._problems)
+                self._profiles[function] = ExecProfile(function.call, function.name)
 
     def register(self, processor: object) -> None:
         """Bind the functions of a processor (an instance of a decorated class).
@@ -159,6 +168,20 @@ class FunctionRegistry:
         """Return what a function of an aggregate takes besides its command."""
         return self._commands[function]
 
+    def command_profile(self, function: CommandFunction) -> ExecProfile:
+        """Return what says where a function of an aggregate runs."""
+        return self._profiles[function]
+
+    def profiles(self) -> Sequence[ExecProfile]:
+        """Return those of all functions that a dispatcher may call."""
+        bound = (
+            function.profile
+            for processor in (*self._on_events, *self._on_states)
+            for functions in processor.functions.values()
+            for function in functions
+        )
+        return [*self._profiles.values(), *dict.fromkeys(bound)]
+
     def _events_of(self, function: MessageFunction, cls: type, where: str) -> Mapping[type, Sequence[AggregateModel]]:
         events = self.domain.events_of(cls)
         if not events:
@@ -201,7 +224,13 @@ class FunctionRegistry:
             if arguments.transaction is not None:
                 with_transaction.append(function.name)
                 self._check_transaction(model, function, arguments, where)
-            one = BoundFunction(where, function.takes_envelope, getattr(processor, function.name), arguments)
+            call = getattr(processor, function.name)
+            # One that takes the transaction runs where the store writes.
+            exec_class = None if arguments.transaction is None else ExecClass.POOL
+            profile = ExecProfile(call, where, exec_class=exec_class)
+            one = BoundFunction(
+                where, function.takes_envelope, call, arguments, profile, function.priority, function.block
+            )
             for cls in function.handles:
                 for message, publishers in subscribed(function, cls, where).items():
                     if one not in bound.setdefault(message, []):
@@ -213,7 +242,8 @@ class FunctionRegistry:
                 f"{model.name}: {', '.join(without)} must take the transaction too, as its other functions do: "
                 "one checkpoint stands for all of them"
             )
-        return RegisteredProcessor(processor, model.name, model.kind, bound, tuple(aggregates), bool(with_transaction))
+        called = {message: _called(several) for message, several in bound.items()}
+        return RegisteredProcessor(processor, model.name, model.kind, called, tuple(aggregates), bool(with_transaction))
 
     def _check_transaction(
         self, model: ProcessorModel, function: MessageFunction, arguments: Arguments, where: str
@@ -224,3 +254,10 @@ class FunctionRegistry:
             self._problems.append(f"{where} takes a transaction, which is used in a thread; make it a plain function")
         elif arguments.needs_state:
             self._problems.append(f"{where} takes a transaction, and then cannot take the aggregate's state as well")
+
+
+def _called(functions: Sequence[BoundFunction]) -> Sequence[BoundFunction]:
+    """Return the functions for one event that are called: by priority, down to the first that blocks the others."""
+    ordered = sorted(functions, key=lambda function: -function.priority)
+    blocked_below = max((function.priority for function in ordered if function.block), default=None)
+    return [each for each in ordered if blocked_below is None or each.priority >= blocked_below]

@@ -18,7 +18,7 @@ from trio_wow.execution._dispatch import Dispatch
 from trio_wow.execution._lane import current_lane
 from trio_wow.execution._plain import is_async, name_of, yields
 from trio_wow.execution._pool import ExecPool
-from trio_wow.execution._profile import DEFAULTS, INLINE, AdaptiveSettings, ExecClass, ExecProfile, Profiles
+from trio_wow.execution._profile import DEFAULTS, INLINE, POOL, AdaptiveSettings, ExecClass, ExecProfile, Profiles
 from trio_wow.execution._source import BatchSource, ChannelSource, IterableSource
 from trio_wow.execution._statistics import KeyedExecutorStatistics, statistics_of_dispatch, statistics_of_worker
 from trio_wow.execution._threads import ThreadCall, Threads
@@ -266,6 +266,23 @@ class KeyedExecutor:
             finally:
                 profile.record(perf_counter() - began)
         return await self._call_in_thread(pool, exec_class, profile, context, partial(function, *args, **kwargs))
+
+    def uses_pool(self, profile: ExecProfile) -> bool:
+        """Whether `call` would send the function to the pool now, so that others can run beside it."""
+        return profile.exec_class is POOL and self._pool is not None and not _synchronous.get()
+
+    def call_here(self, profile: ExecProfile, function: Callable[..., object], /, *args: Any, **kwargs: Any) -> object:
+        """Call a plain function in the present thread, and take note in its profile of how long that took.
+
+        For functions whose thread is somebody else's choice, such as a store's. Returns and raises what it does.
+        """
+        if profile.owner is not self._profiles:
+            self._profiles.adopt(profile)
+        began = self._perf_counter()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            profile.record(self._perf_counter() - began)
 
     @enable_ki_protection
     async def _call_in_thread(

@@ -138,6 +138,7 @@ class ExecProfile:
         function: whose speed it is; a mark (`@inline`, `@direct`, `@blocking`) pins it. It is not kept. An `async def`
             cannot leave the event loop, and its runs are not to be recorded.
         name: for logs and statistics; by default the function's own.
+        exec_class: where it runs whatever is measured, if that is for somebody else to say.
 
     Attributes:
         name: as given.
@@ -165,12 +166,14 @@ class ExecProfile:
         "settings",
     )
 
-    def __init__(self, function: Callable[..., object], name: str | None = None) -> None:
+    def __init__(
+        self, function: Callable[..., object], name: str | None = None, *, exec_class: ExecClass | None = None
+    ) -> None:
         self.name = name_of(function) if name is None else name
         self.is_async = is_async(function)
         pin = "inline" if self.is_async else pin_of(function)
-        self.pinned = pin is not None
-        self.exec_class = {None: POOL, "blocking": POOL, "direct": DIRECT, "inline": INLINE}[pin]
+        self.pinned = pin is not None or exec_class is not None
+        self.exec_class = exec_class or {None: POOL, "blocking": POOL, "direct": DIRECT, "inline": INLINE}[pin]
         self.settings = DEFAULTS
         self.owner: object = None  # the executor's `Profiles`
         self._lock = Lock()
