@@ -225,9 +225,7 @@ class FunctionRegistry:
                 with_transaction.append(function.name)
                 self._check_transaction(model, function, arguments, where)
             call = getattr(processor, function.name)
-            # One that takes the transaction runs where the store writes.
-            exec_class = None if arguments.transaction is None else ExecClass.POOL
-            profile = ExecProfile(call, where, exec_class=exec_class)
+            profile = ExecProfile(call, where, exec_class=_exec_class(model, arguments))
             one = BoundFunction(
                 where, function.takes_envelope, call, arguments, profile, function.priority, function.block
             )
@@ -254,6 +252,14 @@ class FunctionRegistry:
             self._problems.append(f"{where} takes a transaction, which is used in a thread; make it a plain function")
         elif arguments.needs_state:
             self._problems.append(f"{where} takes a transaction, and then cannot take the aggregate's state as well")
+
+
+def _exec_class(model: ProcessorModel, arguments: Arguments) -> ExecClass | None:
+    if arguments.transaction is not None:
+        return ExecClass.POOL  # where the store writes
+    if model.kind is ProcessorKind.PROJECTION:
+        return ExecClass.INLINE  # it changes what all of its functions share, for all aggregates
+    return None
 
 
 def _called(functions: Sequence[BoundFunction]) -> Sequence[BoundFunction]:

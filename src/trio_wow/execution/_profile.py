@@ -138,7 +138,7 @@ class ExecProfile:
         function: whose speed it is; a mark (`@inline`, `@direct`, `@blocking`) pins it. It is not kept. An `async def`
             cannot leave the event loop, and its runs are not to be recorded.
         name: for logs and statistics; by default the function's own.
-        exec_class: where it runs whatever is measured, if that is for somebody else to say.
+        exec_class: where it runs, whatever is measured, if it has no mark; `None` to let its speed decide.
 
     Attributes:
         name: as given.
@@ -173,7 +173,8 @@ class ExecProfile:
         self.is_async = is_async(function)
         pin = "inline" if self.is_async else pin_of(function)
         self.pinned = pin is not None or exec_class is not None
-        self.exec_class = exec_class or {None: POOL, "blocking": POOL, "direct": DIRECT, "inline": INLINE}[pin]
+        by_pin = {"blocking": POOL, "direct": DIRECT, "inline": INLINE}
+        self.exec_class = by_pin[pin] if pin is not None else exec_class or POOL
         self.settings = DEFAULTS
         self.owner: object = None  # the executor's `Profiles`
         self._lock = Lock()
