@@ -245,6 +245,7 @@ class Lane:
         owner = False  # whether this task has become a mailbox's own
         mailbox: Mailbox[Any] | None = None
         turn = passed = 0
+        now = 0.0  # when the handler of the item before has ended, if that is known
         raised: BaseException | None = None
         try:
             if self._has_held():
@@ -267,7 +268,7 @@ class Lane:
                 task.context = context = base.copy()
                 raised = None
                 if is_async or in_thread:
-                    waits = False
+                    waits, now = False, 0.0
                     work: Any = None
                     handling: Any = None
                     trap: object = None
@@ -304,15 +305,16 @@ class Lane:
                         if worker.holder is not None:  # the handler went on without it: cancelled, or in a thread
                             limit = 0
                 else:
-                    began = perf_counter()
+                    began = now or perf_counter()
                     try:
                         result = context.run(run_plain, handler, item, mailbox)
                         if result is not None and isawaitable(result):
                             refuse_awaitable(result, dispatch.awaitable_returned)
                     except BaseException as error:
                         raised = error
+                    now = perf_counter()
                     if leaves_loop:
-                        profile.record(perf_counter() - began)
+                        profile.record(now - began)
 
                 if raised is None and task._cancel_status is status:
                     dispatch.finished += 1
@@ -342,8 +344,8 @@ class Lane:
                             return
                     else:
                         alone = True
-                if (mailbox is not None or queue) and (alone or passed >= limit or perf_counter() >= deadline):
-                    dispatch.active = None
+                if (mailbox is not None or queue) and (alone or passed >= limit or (now or perf_counter()) >= deadline):
+                    dispatch.active, now = None, 0.0
                     await self._pause()
                     limit, deadline = self._hold()
                     passed = 0

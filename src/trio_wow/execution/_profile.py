@@ -179,10 +179,10 @@ class ExecProfile:
         self.owner: object = None  # the executor's `Profiles`
         self._lock = Lock()
         self._ring: list[float] = []
-        self._next = 0
+        self._next = 0  # counts down, over and over
         self._samples = 0
         self._promoted = False
-        self._limit = inf  # a demoted function is promoted by one run that is longer
+        self._limit = -inf  # of a demoted function: one run that is longer promotes it
         self._streak = 0  # of runs below `fast`, of a function that is not demoted
         self._promotions = self._demotions = 0
 
@@ -196,7 +196,16 @@ class ExecProfile:
         A promotion is logged, with its reason.
         """
         with self._lock:
-            reason = self._record(seconds)
+            if seconds <= self._limit:
+                at = self._next
+                self._ring[at] = seconds
+                if at:
+                    self._next = at - 1
+                    return
+                # Once in a window, so that a function whose speed is known needs no sorting at each run.
+                reason = self._review()
+            else:
+                reason = self._record(seconds)
         if reason is not None:
             logger.info("%s goes to the pool: %s", self.name, reason)
 
@@ -209,26 +218,23 @@ class ExecProfile:
                 exec_class=self.exec_class.value,
                 pinned=self.pinned,
                 p50=median_low(self._ring) if self._ring else None,
-                samples=self._samples,
+                samples=self._samples + self._since_review(),
                 promotions=self._promotions,
                 demotions=self._demotions,
             )
 
     def _record(self, seconds: float) -> str | None:
         settings, ring, at = self.settings, self._ring, self._next
-        self._samples += 1
+        self._samples += 1 + self._since_review()
         if len(ring) < settings.window:
             ring.append(seconds)
         else:
             ring[at] = seconds
-            self._next = at = (at + 1) % len(ring)
+            self._next = (at or len(ring)) - 1
         if self.pinned:
             return None
-        if self._limit < inf:
-            if seconds > self._limit:
-                return self._promote(f"a run took {seconds:.3g} s")
-            # Once in a window, so that a function whose speed is known needs no sorting at each run.
-            return None if at else self._review()
+        if self._limit > -inf:
+            return self._promote(f"a run took {seconds:.3g} s")
         self._streak = self._streak + 1 if seconds < settings.fast else 0
         if self._promoted:
             doubled = settings.return_after << min(self._promotions - 1, 32)
@@ -247,6 +253,8 @@ class ExecProfile:
         return None
 
     def _review(self) -> str | None:
+        self._samples += len(self._ring)
+        self._next = len(self._ring) - 1
         p50 = median_low(self._ring)
         if p50 >= self.settings.slow:
             return self._promote(f"half of its last {len(self._ring)} runs took {p50:.3g} s or more")
@@ -256,15 +264,19 @@ class ExecProfile:
     def _promote(self, reason: str) -> str:
         self.exec_class = POOL
         self._promoted = True
-        self._limit = inf
+        self._limit = -inf
         self._streak = 0
         self._promotions += 1
         return reason
 
+    def _since_review(self) -> int:
+        """Return how many runs of a demoted function are counted by the place in the ring alone."""
+        return len(self._ring) - 1 - self._next if self._limit > -inf else 0
+
     def _demote(self, p50: float) -> None:
         self._promoted = False
         self._demotions += 1
-        self._next = 0
+        self._next = len(self._ring) - 1
         self._place(p50)
 
     def _place(self, p50: float) -> None:
