@@ -9,6 +9,7 @@ from trio_wow.dispatch._dispatcher import MessageDispatcher
 from trio_wow.dispatch._filters import FilterChain, Handling, Outcome, Retry, StageNotifier, leaves
 from trio_wow.dispatch._registry import FunctionRegistry
 from trio_wow.dispatch._results import CommandResults
+from trio_wow.dispatch._waits import handles
 from trio_wow.domain import CommandFunction, Domain
 from trio_wow.errors import (
     AdmissionClosedError,
@@ -101,6 +102,7 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
     async def handle(self, handling: Handling, /) -> bool:
         """See the class."""
         message: CommandMessage = handling.message
+        handles(message)
         stream: DomainEventStream | None = None
         state: StateEvent[Any] | None = None
         error: Exception | None = None
