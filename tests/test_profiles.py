@@ -119,6 +119,27 @@ def test_each_further_loss_doubles_what_it_takes_to_return(losses: int) -> None:
     assert profile.statistics().promotions == losses + 1
 
 
+@pytest.mark.parametrize("before", [[], SLOW], ids=["new", "promoted"])
+def test_a_run_that_goes_on_counts_as_slow_once_it_has_lasted_as_long(before: list[float]) -> None:
+    """Of runs side by side the fast ones end first: they alone would say that the function is fast."""
+    profile = profile_after(before)
+    profile.begin("slow", 10.0)
+    for _ in range(40):
+        profile.record(0.5 * MS, 10.0 + 25 * MS)
+    assert profile.exec_class is POOL
+    profile.end("slow")
+    profile.record(0.5 * MS, 10.0 + 25 * MS)
+    assert profile.exec_class is INLINE
+
+
+def test_a_run_that_goes_on_and_is_not_slow_yet_keeps_nothing_back() -> None:
+    profile = ExecProfile(lambda: None)
+    profile.begin("quick", 10.0)
+    for _ in range(32):
+        profile.record(0.5 * MS, 10.0 + 24 * MS)
+    assert profile.exec_class is INLINE
+
+
 def test_fs08_a_function_that_has_become_slow_leaves_the_loop_after_one_run() -> None:
     """By its median alone it would take seventeen."""
     profile = profile_after([0.1 * MS] * 32)

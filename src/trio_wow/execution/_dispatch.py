@@ -363,7 +363,7 @@ class Dispatch(Generic[T]):
     def thread_call(self, mailbox: Mailbox[T], item: T, hold: Hold, context: Context) -> ThreadCall:
         """Prepare the handler's call for an item in a thread."""
         function = partial(self.handler, item)
-        return ThreadCall(self._threads, self.calls, self.handler_name, mailbox.key, hold, context, function)
+        return ThreadCall(self._threads, self.calls, self.profile, mailbox.key, hold, context, function)
 
     async def finish(self, call: ThreadCall, mailbox: Mailbox[T]) -> None:
         """Make a prepared call; see `ThreadCall.run`."""
@@ -371,7 +371,7 @@ class Dispatch(Generic[T]):
             result = await call.run(mailbox.name)
         finally:
             if not call.abandoned:
-                self.profile.record(call.seconds)
+                call.record()
         if result is not None and isawaitable(result):
             refuse_awaitable(result, self.awaitable_returned)
 

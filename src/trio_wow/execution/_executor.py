@@ -300,14 +300,14 @@ class KeyedExecutor:
         name = task.name if lane is None else lane.name_of(task)
         hold = await enter(pool, exec_class, lane)
         calls: set[ThreadCall] = set() if lane is None else lane.calls
-        call = ThreadCall(self._threads, calls, profile.name, name.removeprefix("mailbox "), hold, context, function)
+        call = ThreadCall(self._threads, calls, profile, name.removeprefix("mailbox "), hold, context, function)
         try:
             return await call.run(name)
         finally:
             if not call.abandoned:
                 if hold is not None:
                     hold.end()
-                profile.record(call.seconds)
+                call.record()
 
     async def aclose(self) -> None:
         """Refuse new dispatches and wait until the running ones have ended. Idempotent.

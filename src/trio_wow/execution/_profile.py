@@ -156,6 +156,7 @@ class ExecProfile:
         "_promoted",
         "_promotions",
         "_ring",
+        "_running",
         "_samples",
         "_streak",
         "exec_class",
@@ -185,15 +186,35 @@ class ExecProfile:
         self._limit = -inf  # of a demoted function: one run that is longer promotes it
         self._streak = 0  # of runs below `fast`, of a function that is not demoted
         self._promotions = self._demotions = 0
+        self._running: dict[object, float] = {}  # in threads, and when each has begun
 
     def __repr__(self) -> str:
         return f"<ExecProfile of {self.name}: {'pinned to ' if self.pinned else ''}{self.exec_class.value}>"
 
     @enable_ki_protection
-    def record(self, seconds: float) -> None:
+    def begin(self, run: object, now: float) -> None:
+        """Take note that a run has begun in a thread.
+
+        While it lasts longer than `fast`, the function is not demoted: of runs side by side the fast ones end first.
+        """
+        with self._lock:
+            self._running[run] = now
+
+    @enable_ki_protection
+    def end(self, run: object) -> None:
+        """Take note that a run has ended in its thread; it may still be recorded."""
+        with self._lock:
+            del self._running[run]
+
+    @enable_ki_protection
+    def record(self, seconds: float, now: float = -inf) -> None:
         """Take note of how long a run has taken, and decide anew where the next one goes.
 
         A promotion is logged, with its reason.
+
+        Args:
+            seconds: from its begin to its end, without what it waited for a thread.
+            now: on the clock of `begin`; needed only where runs are in threads.
         """
         with self._lock:
             if seconds <= self._limit:
@@ -205,7 +226,7 @@ class ExecProfile:
                 # Once in a window, so that a function whose speed is known needs no sorting at each run.
                 reason = self._review()
             else:
-                reason = self._record(seconds)
+                reason = self._record(seconds, now)
         if reason is not None:
             logger.info("%s goes to the pool: %s", self.name, reason)
 
@@ -223,7 +244,7 @@ class ExecProfile:
                 demotions=self._demotions,
             )
 
-    def _record(self, seconds: float) -> str | None:
+    def _record(self, seconds: float, now: float) -> str | None:
         settings, ring, at = self.settings, self._ring, self._next
         self._samples += 1 + self._since_review()
         if len(ring) < settings.window:
@@ -238,7 +259,7 @@ class ExecProfile:
         self._streak = self._streak + 1 if seconds < settings.fast else 0
         if self._promoted:
             doubled = settings.return_after << min(self._promotions - 1, 32)
-            if self._streak >= min(doubled, settings.return_after_at_most):
+            if self._streak >= min(doubled, settings.return_after_at_most) and self._is_fast(now):
                 self._demote(median_low(ring))
             return None
         if seconds > settings.very_slow:
@@ -248,9 +269,14 @@ class ExecProfile:
         p50 = median_low(ring)
         if p50 >= settings.slow:
             return self._promote(f"half of its last {len(ring)} runs took {p50:.3g} s or more")
-        if len(ring) >= settings.window and p50 < settings.fast and self._streak >= settings.fast_streak:
+        is_known = len(ring) >= settings.window and p50 < settings.fast and self._streak >= settings.fast_streak
+        if is_known and self._is_fast(now):
             self._demote(p50)
         return None
+
+    def _is_fast(self, now: float) -> bool:
+        """Whether none of the runs that go on in threads is slow already."""
+        return all(now - began < self.settings.fast for began in self._running.values())
 
     def _review(self) -> str | None:
         self._samples += len(self._ring)

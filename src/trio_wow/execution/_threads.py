@@ -4,12 +4,15 @@ import logging
 from collections.abc import Awaitable, Callable
 from contextvars import Context, ContextVar
 from functools import partial
-from typing import Any, Literal, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
 
 import trio
 
 from trio_wow.errors import HandlerInterruptedError, printable
 from trio_wow.execution._plain import is_async
+
+if TYPE_CHECKING:
+    from trio_wow.execution._profile import ExecProfile
 
 __all__ = ["Hold", "ThreadCall", "Threads", "blocking", "direct", "inline", "lent", "pin_of"]
 
@@ -164,7 +167,7 @@ class ThreadCall:
     Args:
         threads: those that it is one of.
         group: of calls that are interrupted together; it is in it while it is waited for.
-        handler: the function's name, for the log.
+        profile: the function's.
         key: of the item, for the log.
         hold: what the thread holds while it runs, which it can lend. The caller ends it, unless the call is abandoned.
         context: what the function runs in; nobody else does meanwhile.
@@ -179,7 +182,7 @@ class ThreadCall:
         self,
         threads: "Threads",
         group: "set[ThreadCall]",
-        handler: str,
+        profile: "ExecProfile",
         key: object,
         hold: "Hold | None",
         context: Context,
@@ -187,7 +190,7 @@ class ThreadCall:
     ) -> None:
         self._threads = threads
         self._group = group
-        self._handler = handler
+        self._profile = profile
         self._key = key
         self._hold = hold
         self._context = context
@@ -200,6 +203,10 @@ class ThreadCall:
         self._scopes: set[trio.CancelScope] = set()
         self.abandoned = False
         self.seconds = 0.0
+
+    def record(self) -> None:
+        """Tell the profile how long the function has taken."""
+        self._profile.record(self.seconds, self._threads.perf_counter())
 
     @property
     def is_over(self) -> bool:
@@ -233,7 +240,7 @@ class ThreadCall:
                 threads.abandoned += 1
                 logger.warning(
                     "abandoned the thread of handler %s for key %s, which has run for %.1f s",
-                    self._handler,
+                    self._profile.name,
                     printable(self._key),
                     threads.perf_counter() - started,
                 )
@@ -263,12 +270,13 @@ class ThreadCall:
             self._scopes.remove(scope)
             if not self._scopes and hold is not None:
                 await hold.take_back()
-        raise HandlerInterruptedError(self._handler)
+        raise HandlerInterruptedError(self._profile.name)
 
     def _work(self) -> None:
         threads = self._threads
         self._context.run(_call.set, self)
         started = threads.perf_counter()
+        self._profile.begin(self, started)
         try:
             self._result = self._context.run(self._function)
         except BaseException as error:
@@ -276,6 +284,7 @@ class ThreadCall:
             raise
         finally:
             self.seconds = threads.perf_counter() - started
+            self._profile.end(self)
             self._over = True
             if self._hold is not None:
                 self._hold.end_in_thread()
@@ -296,7 +305,7 @@ class ThreadCall:
         # `Cancelled` is what `trio.from_thread.check_cancelled` raises in a handler that asks how it stands.
         if self._error is not None and not isinstance(self._error, trio.Cancelled):
             key = printable(self._key)
-            logger.error("abandoned handler %s failed for key %s", self._handler, key, exc_info=self._error)
+            logger.error("abandoned handler %s failed for key %s", self._profile.name, key, exc_info=self._error)
 
 
 class Threads:
