@@ -2,7 +2,7 @@
 
 import contextvars
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any
 
@@ -53,7 +53,51 @@ class Timed:
         return self.wheres
 
 
+class Marked:
+    """Handlers of each kind that a dispatch can be given."""
+
+    def method(self, item: object) -> None: ...
+
+    @classmethod
+    def of_class(cls, item: object) -> None: ...
+
+    @staticmethod
+    def static(item: object) -> None: ...
+
+    def __call__(self, item: object) -> None: ...
+
+
+HANDLERS: list[Any] = [
+    lambda item: None,
+    Marked().method,
+    Marked.of_class,
+    Marked.static,
+    Marked(),
+    partial(Marked().method),
+    [].append,
+    print,
+    inline(lambda item: None),
+    direct(lambda item: None),
+    blocking(lambda item: None),
+]
+
+
 class TestRawHandlers:
+    @pytest.mark.parametrize("handler", HANDLERS, ids=lambda handler: getattr(handler, "__qualname__", "object"))
+    async def test_every_kind_of_handler_is_classified_and_measured(self, handler: Any) -> None:
+        executor = KeyedExecutor(workers=1)
+        samples: list[int] = []
+
+        async def source() -> AsyncIterator[str]:
+            yield ""
+            while not (seen := [each.samples for each in executor.statistics().functions]) or not seen[0]:
+                await trio.lowlevel.checkpoint()
+            samples.extend(seen)
+
+        with trio.fail_after(PATIENCE):
+            await executor.dispatch(source(), key=lambda item: item, handler=handler)
+        assert samples == [1]
+
     async def test_a_new_one_begins_in_the_pool_and_comes_to_the_loop_when_it_is_known_to_be_quick(self) -> None:
         timed = Timed(workers=1)
         assert await timed.run(*[0.0001] * 34) == ["pool"] * 32 + ["inline"] * 2
@@ -221,6 +265,26 @@ class TestCalls:
             await gates.arrival("a", "b")
             start(calls.executor, inline(lambda item: handled.append(item)), "on the loop")
             await until(lambda: handled)
+
+    async def test_a_pool_call_gives_its_token_back_while_somebody_else_holds_its_worker(self, gates: Gates) -> None:
+        """Else a thread that holds the worker would wait for ever, if it waited for one that needs the token."""
+        calls = Calls(gates.wait, workers=1, pool=ExecPool(1))
+        async with dispatches(gates) as start:
+            start(calls.executor, calls, "a")
+            await gates.arrival("a")
+            start(calls.executor, gates.compute, "b")
+            await gates.arrival("b")
+            gates.open("a")
+            await until(lambda: not borrowed(calls.executor))
+            assert states(calls.executor) == ["held"]
+
+    @pytest.mark.parametrize("pin", [lambda function: function, inline, direct, blocking])
+    async def test_without_a_pool_everything_is_called_on_the_loop(self, pin: Callable[[Any], Any]) -> None:
+        inside: list[bool] = []
+        calls = Calls(pin(lambda _: inside.append(trio.lowlevel.in_trio_task())), pool=None)
+        await calls.executor.dispatch(ListSource(range(40)), key=lambda n: n, handler=calls)
+        assert inside == [True] * 40
+        assert not calls.executor.uses_pool(calls.profile)
 
     async def test_direct_functions_of_other_tasks_of_the_handler_wait_for_its_worker(self, gates: Gates) -> None:
         executor = KeyedExecutor(workers=1)

@@ -5,12 +5,14 @@ import sqlite3
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import trio
 from attrs import define, frozen
+from support import collect
 from thread_support import PATIENCE, Gates, borrowed, states, until
 from trio.testing import wait_all_tasks_blocked
 
@@ -31,7 +33,10 @@ from trio_wow import (
 from trio_wow.adapters.sqlite import SqliteStore
 from trio_wow.dispatch import FunctionRegistry
 from trio_wow.domain import Domain
+from trio_wow.errors import ShutdownDeadlineError, WaitAbandonedError
+from trio_wow.eventsourcing import InMemoryEventStore
 from trio_wow.execution import ExecPool, blocking, direct, inline
+from trio_wow.runtime import Runtime
 
 pytestmark = pytest.mark.adaptive
 
@@ -178,6 +183,51 @@ async def one_event(processor: object, executor: KeyedExecutor) -> AsyncIterator
         async with app.serving(app.runtime(executor=executor, shutdown_quiet_period=0)) as gateway:
             await gateway.send_and_wait(DoSlowly("a"))
             yield app
+
+
+async def test_fs10_a_stop_does_not_wait_for_a_thread_and_its_late_event_is_not_stored(
+    gates: Gates, caplog: pytest.LogCaptureFixture
+) -> None:
+    @aggregate(context="stuck")
+    @define
+    class Stuck:
+        id: str
+
+        @on_command
+        @blocking
+        def do(self, command: Do) -> Done:
+            gates.compute(command.id)
+            return Done()
+
+        @on_sourcing
+        def done(self, event: Done) -> None: ...
+
+    domain = Domain([Stuck])
+    store, executor = InMemoryEventStore(domain.serializer), KeyedExecutor(workers=1)
+    app = App(domain, store=store)
+    runtime = app.runtime(executor=executor, signals=False, shutdown_timeout=0.1, shutdown_quiet_period=0)
+    outcome: list[BaseException | None] = []
+    waited: list[BaseException | None] = []
+    with trio.fail_after(PATIENCE):
+        async with trio.open_nursery() as nursery:
+            await nursery.start(runtime_started, runtime, outcome)
+            nursery.start_soon(collect, partial(app.gateway.send_and_wait, Do("a")), waited)
+            await gates.arrival("a")
+            runtime.request_stop()
+    assert isinstance(outcome[0], ShutdownDeadlineError)
+    assert isinstance(waited[0], WaitAbandonedError)
+    assert any("abandoned the thread of handler Stuck.do for key stuck.stuck/a" in line for line in caplog.messages)
+    assert (borrowed(executor), gates.inside) == (1, ["a"])
+    gates.open("a")
+    await until(lambda: not borrowed(executor))
+    await until(lambda: executor.statistics().late_results == 1)
+    assert await store.read_all(0, 10) == []
+
+
+async def runtime_started(
+    runtime: Runtime, outcome: list[BaseException | None], *, task_status: trio.TaskStatus[Any]
+) -> None:
+    await collect(partial(runtime.serve, task_status=task_status), outcome)
 
 
 class TestOrder:
