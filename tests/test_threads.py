@@ -31,7 +31,7 @@ from thread_support import (
 )
 
 from trio_wow.errors import ExecutorClosedError
-from trio_wow.execution import ExecPool, KeyedExecutor, blocking, direct
+from trio_wow.execution import ExecPool, ExecProfile, KeyedExecutor, blocking, direct
 
 
 class TestThreads:
@@ -404,7 +404,10 @@ class TestDecorators:
         assert handler(1) == 2
 
 
-@pytest.mark.parametrize("seed", range(40))
+KINDS = ("direct", "blocking", "calls direct", "calls blocking", "async", "plain")
+
+
+@pytest.mark.parametrize("seed", range(60))
 async def test_every_item_ends_in_exactly_one_state_and_every_worker_idle(
     seed: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -453,11 +456,21 @@ async def test_every_item_ends_in_exactly_one_state_and_every_worker_idle(
                 trio.from_thread.run_sync(int)
             end(item)
 
+        async def calls(item: Any) -> None:
+            try:
+                await executor.call(profile, in_a_thread, item)
+            except trio.Cancelled:
+                if not forced and item[2] not in started[item[1]]:
+                    ended[item].append("interrupted")
+                raise
+
         handler: Callable[[Any], object] = on_the_loop
+        pin = {"direct": direct, "blocking": blocking}.get(kind.removeprefix("calls "))
+        profile = ExecProfile(pin(in_a_thread) if pin else end)
         if kind == "plain":
             handler = end
         elif kind != "async":
-            handler = {"direct": direct, "blocking": blocking}[kind](in_a_thread)
+            handler = calls if kind.startswith("calls") else in_a_thread
         cancelled = False
         with trio.CancelScope() as scope:
             scopes.append(scope)
@@ -478,7 +491,7 @@ async def test_every_item_ends_in_exactly_one_state_and_every_worker_idle(
             ended[item].append("in the source")
         # A handler does not hear of it when it waits for a thread in vain, or is abandoned in one.
         stopped = cancelled or scope.cancelled_caught or fatal
-        unheard = (kind == "blocking" and stopped) or (kind == "direct" and forced)
+        unheard = (kind == "blocking" and stopped) or (kind != "async" and forced)
         states = Counter(len(states) for states in ended.values())
         assert {*states} <= ({0, 1} if unheard else {1}), (ended, seed)
         assert states[0] <= 5
@@ -489,7 +502,7 @@ async def test_every_item_ends_in_exactly_one_state_and_every_worker_idle(
     with trio.fail_after(PATIENCE):
         async with trio.open_nursery() as nursery:
             for number in range(4):
-                nursery.start_soon(run, number, rng.choice(("direct", "blocking", "async", "plain")))
+                nursery.start_soon(run, number, rng.choice(KINDS))
             for _ in range(rng.randrange(3)):
                 for _ in range(rng.randrange(30)):
                     await trio.lowlevel.checkpoint()
