@@ -605,6 +605,30 @@ class TestLending:
         assert states(executor) == ["idle"]
         assert borrowed(executor) == 0
 
+    async def test_a_wait_that_begins_after_the_cancellation_ends_too(self, gates: Gates) -> None:
+        raised: list[BaseException] = []
+
+        @direct
+        def handler(item: str) -> None:
+            gates.compute(item)
+            try:
+                trio.from_thread.run(lent, trio.sleep_forever)
+            except HandlerInterruptedError as error:
+                raised.append(error)
+
+        executor = KeyedExecutor(workers=1)
+        outcome: list[BaseException | None] = []
+        with trio.fail_after(PATIENCE):
+            async with trio.open_nursery() as nursery:
+                run = partial(executor.dispatch, EndlessSource(["a"]), key=first, handler=handler)
+                nursery.start_soon(collect, run, outcome)
+                await gates.arrival("a")
+                nursery.cancel_scope.cancel()
+                with trio.CancelScope(shield=True):
+                    await wait_all_tasks_blocked()
+                    gates.open("a")
+        assert len(raised) == 1
+
     async def test_a_task_that_outlives_the_thread_lends_nothing(self, gates: Gates) -> None:
         executor = KeyedExecutor(workers=1, pool=ExecPool(1))
         done = trio.Event()

@@ -232,9 +232,9 @@ class KeyedExecutor:
     async def call(self, profile: ExecProfile, function: Callable[..., object], /, *args: Any, **kwargs: Any) -> object:
         """Call a plain function where its profile says, for an `async def` handler of this executor.
 
-        In the mailbox's task, a thread that runs it directly holds the mailbox's worker. In another task (a child task
-        of the handler's does count as one of the mailbox's) it holds none. Every call has context variables of its own:
-        a copy of the caller's, made before anything else. Not a checkpoint if it need not wait.
+        A thread that runs it directly holds the worker of the mailbox in whose task, or whose child task, it is called;
+        elsewhere it holds none. Every call has context variables of its own: a copy of the caller's, made before
+        anything else. It is no checkpoint if it need not wait.
 
         Args:
             profile: the function's. One that is not of this executor becomes so.

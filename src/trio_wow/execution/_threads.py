@@ -201,6 +201,7 @@ class ThreadCall:
         self._result: object = None
         self._over = False
         self._scopes: set[trio.CancelScope] = set()
+        self._interrupted = False
         self.abandoned = False
         self.seconds = 0.0
 
@@ -253,13 +254,16 @@ class ThreadCall:
         return self._result
 
     def interrupt(self) -> None:
-        """Cancel what the thread waits for in the library."""
+        """Cancel what the thread waits for in the library, now and later."""
+        self._interrupted = True
         for scope in self._scopes:
             scope.cancel()
 
     async def lend(self, waits: Callable[[], Awaitable[T]]) -> T:
         """Await what the thread waits for, while it lends what it holds."""
         hold, scope = self._hold, trio.CancelScope()
+        if self._interrupted:
+            scope.cancel()
         self._scopes.add(scope)
         if len(self._scopes) == 1 and hold is not None:
             hold.lend()
@@ -273,12 +277,13 @@ class ThreadCall:
         raise HandlerInterruptedError(self._profile.name)
 
     def _work(self) -> None:
-        threads = self._threads
-        self._context.run(_call.set, self)
+        threads, context, function = self._threads, self._context, self._function
+        del self._context, self._function  # the context refers to this call
+        context.run(_call.set, self)
         started = threads.perf_counter()
         self._profile.begin(self, started)
         try:
-            self._result = self._context.run(self._function)
+            self._result = context.run(function)
         except BaseException as error:
             self._error = error
             raise
