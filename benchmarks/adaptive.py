@@ -203,8 +203,11 @@ def measure_load(load: str, items: int, rounds: int) -> list[Result]:
     return results
 
 
-async def _known(items: int) -> float:
-    """Return what an item of a known fast function takes, in times of the function alone."""
+async def _known(items: int) -> tuple[float, int]:
+    """Return what an item of a known fast function takes, in times of the function alone.
+
+    And how often it was promoted meanwhile, because something else took the processor away for more than 5 ms.
+    """
 
     def function(item: Item) -> None:
         fast(item)
@@ -213,20 +216,23 @@ async def _known(items: int) -> float:
     async with KeyedExecutor() as executor:
         for _ in range(3):  # to know it, also where a disturbance has made one run slow
             await executor.dispatch(Batches(work[:300]), key=itemgetter(0), handler=function)
+        before = executor.statistics().functions[0].promotions
         started = time.perf_counter()
         await executor.dispatch(Batches(work), key=itemgetter(0), handler=function)
         dispatched = time.perf_counter() - started
+        promotions = executor.statistics().functions[0].promotions - before
     started = time.perf_counter()
     for item in work:
         function(item)
-    return dispatched / (time.perf_counter() - started)
+    return dispatched / (time.perf_counter() - started), promotions
 
 
 def measure_known(items: int, rounds: int) -> dict[str, float]:
     """Measure a fast function alone, once it is known."""
-    ratios = [trio.run(_known, items) for _ in range(rounds)]
-    print(f"\na known fast function, of its own time: {_spread(ratios, 'x')}")
-    return {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}
+    measured = [trio.run(_known, items) for _ in range(rounds)]
+    ratios, promotions = [ratio for ratio, _ in measured], sum(count for _, count in measured)
+    print(f"\na known fast function, of its own time: {_spread(ratios, 'x')}; promoted {promotions} times")
+    return {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios), "promotions": promotions}
 
 
 def measure_allocation() -> dict[str, float]:
