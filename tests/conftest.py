@@ -9,6 +9,7 @@ from thread_support import Gates
 
 from trio_wow import KeyedExecutor
 from trio_wow.dispatch import Retry
+from trio_wow.execution._threads import pin_of
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -41,6 +42,18 @@ def retries_follow_at_once() -> Iterator[None]:
         stamina.instrumentation.set_on_retry_hooks([])
         yield
         stamina.instrumentation.set_on_retry_hooks(None)
+
+
+@pytest.fixture(autouse=True)
+def unmarked_functions_stay_on_the_loop(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Plain functions without a mark run on the event loop, unless the test is marked as one of adaptive execution.
+
+    Else they would begin in threads, and a clock that jumps does not wait for those.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if not request.node.get_closest_marker("adaptive"):
+            patch.setattr("trio_wow.execution._profile.pin_of", lambda function: pin_of(function) or "inline")
+        yield
 
 
 @pytest.fixture

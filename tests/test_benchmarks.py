@@ -15,6 +15,7 @@ from contenders import CONTENDERS, Contender, Item, Load
 from keyed_dispatch import WrongResultError, verify
 
 PROGRAM = Path(__file__).parents[1] / "benchmarks" / "keyed_dispatch.py"
+ADAPTIVE = PROGRAM.with_name("adaptive.py")
 TINY = ("--items", "40", "--rounds", "1")
 
 
@@ -86,6 +87,31 @@ def test_a_wrong_argument_is_refused(arguments: tuple[str, ...], said: str) -> N
     assert done.returncode == 2
     assert said in done.stderr
     assert done.stdout == ""
+
+
+def test_the_benchmark_of_adaptive_execution_shows_every_way_and_writes_what_it_measured(tmp_path: Path) -> None:
+    command = [sys.executable, str(ADAPTIVE), "--quick", "--items", "40", "--json", str(tmp_path / "report.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert [(each["load"], each["way"], len(each["runs"])) for each in report["loads"]] == [
+        (load, way, 1) for load in ("two", "mixed") for way in ("adaptive", "inline", "threads", "oracle")
+    ]
+    assert all(each["total"] > 0 for each in report["loads"])
+    assert report["known"]["median"] > 0
+    # A thing kept for each decision would be a hundred thousand.
+    assert report["allocation"]["deciding"] < 10_000
+    assert report["allocation"]["deciding and taking note, peak"] < 10_000
+
+
+def test_the_benchmark_of_adaptive_execution_refuses_wrong_arguments() -> None:
+    for arguments, said in (
+        (("--items", "0"), "argument --items: must be at least 1, not 0"),
+        (("--json", "/nowhere/report.json"), "--json /nowhere/report.json is in no folder that exists"),
+    ):
+        done = subprocess.run([sys.executable, str(ADAPTIVE), *arguments], capture_output=True, text=True, timeout=100)
+        assert done.returncode == 2
+        assert said in done.stderr
 
 
 ITEMS = [(number % 2, number) for number in range(6)]

@@ -20,6 +20,7 @@ from thread_support import (
     Gates,
     Pin,
     Unprintable,
+    borrowed,
     dispatches,
     first_of_none,
     queued,
@@ -38,7 +39,6 @@ class TestForcedStop:
         self, gates: Gates, pin: str, caplog: pytest.LogCaptureFixture
     ) -> None:
         now = 100.0
-        limiter = trio.to_thread.current_default_thread_limiter()
         executor = KeyedExecutor(workers=1, perf_counter=lambda: now, name="mine")
         discarded: list[str] = []
         async with trio.open_nursery() as nursery:
@@ -61,16 +61,17 @@ class TestForcedStop:
         assert (record.name, record.levelname) == ("trio_wow.execution", "WARNING")
         assert record.getMessage() == f"abandoned the thread of handler Gates.{pin} for key a, which has run for 7.5 s"
         assert states(executor) == ["abandoned" if pin == "compute" else "idle"]
-        assert limiter.borrowed_tokens == (pin == "wait")
+        assert borrowed(executor) == (pin == "wait")
         with trio.fail_after(PATIENCE):
             await executor.aclose()
         with pytest.raises(ExecutorClosedError):
             await executor.dispatch(ListSource(["b"]), key=first, handler=gates.wait)
 
         gates.open_all()
-        await until(lambda: states(executor) == ["idle"] and not limiter.borrowed_tokens)
+        await until(lambda: states(executor) == ["idle"] and not borrowed(executor))
         assert len(caplog.records) == 1
         assert gates.arrived == ["a1"]
+        assert (executor.statistics().threads_abandoned, executor.statistics().late_results) == (1, 1)
 
     @PINS
     @pytest.mark.parametrize("error", [ValueError("late"), SystemExit(3), Boom("late")], ids=repr)
@@ -106,7 +107,6 @@ class TestForcedStop:
     ) -> None:
         executor = KeyedExecutor(workers=1)
         ended: list[str] = []
-        limiter = trio.to_thread.current_default_thread_limiter()
 
         @pin
         def asks(item: str) -> None:
@@ -122,7 +122,7 @@ class TestForcedStop:
             await gates.arrival("a")
             executor.force_stop()
         gates.open("a")
-        await until(lambda: ended and states(executor) == ["idle"] and not limiter.borrowed_tokens)
+        await until(lambda: ended and states(executor) == ["idle"] and not borrowed(executor))
         assert [record.levelname for record in caplog.records] == ["WARNING"]
 
     @PINS

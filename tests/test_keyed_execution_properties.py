@@ -22,6 +22,7 @@ import trio.lowlevel
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support import ListSource, task_names
+from thread_support import borrowed
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 import trio_wow.execution
@@ -363,8 +364,7 @@ async def finish(executor: KeyedExecutor, *jobs: Job) -> None:
     with trio.fail_after(1):
         await executor.aclose()
     await until(lambda: all(worker.state == "idle" for worker in executor.statistics().workers))
-    limiter = trio.to_thread.current_default_thread_limiter()
-    await until(lambda: limiter.borrowed_tokens == 0)
+    await until(lambda: borrowed(executor) == 0)
     check_nothing_left(executor)
 
 
@@ -746,11 +746,10 @@ def test_a_keyboard_interrupt_at_each_moment_loses_no_item(where: str, style: st
         job = Job(executor, window=5, style=style, point=point)
         job.send(*MIXED)
         job.close()
-        borrowed = 0
+        tokens = 0
 
         async def main() -> None:
-            nonlocal borrowed
-            limiter = trio.to_thread.current_default_thread_limiter()
+            nonlocal tokens
             if where == "at steps of tasks":
                 trio.lowlevel.add_instrument(moment)
             try:
@@ -760,7 +759,7 @@ def test_a_keyboard_interrupt_at_each_moment_loses_no_item(where: str, style: st
                     async with trio.open_nursery() as nursery:
                         nursery.start_soon(job.run)
             finally:
-                borrowed = limiter.borrowed_tokens
+                tokens = borrowed(executor)
                 assert not [name for name in task_names() if name.startswith(("mailbox", "runner of"))]
 
         raised = None
@@ -775,7 +774,7 @@ def test_a_keyboard_interrupt_at_each_moment_loses_no_item(where: str, style: st
         assert moment.came == any(isinstance(leaf, KeyboardInterrupt) for leaf in leaves(raised)), raised
         assert all(isinstance(leaf, KeyboardInterrupt) for leaf in leaves(raised)), raised
         check_nothing_left(executor)
-        assert borrowed == 0
+        assert tokens == 0
         assert not job.lock.locked()
         assert job.lock.statistics().tasks_waiting == 0
         # One that strikes on the way into a handler is that item's failure.

@@ -22,6 +22,7 @@ from thread_support import (
     Gates,
     Pin,
     Unprintable,
+    borrowed,
     first_of_none,
     queued,
     raiser,
@@ -30,7 +31,7 @@ from thread_support import (
 )
 
 from trio_wow.errors import ExecutorClosedError
-from trio_wow.execution import KeyedExecutor, blocking, direct
+from trio_wow.execution import ExecPool, ExecProfile, KeyedExecutor, blocking, direct
 
 
 class TestThreads:
@@ -170,7 +171,7 @@ class TestOutcomes:
             assert states(executor) == ["idle", "idle"]
             nursery.cancel_scope.cancel()
         assert sorted(ended) == list(range(64))
-        assert trio.to_thread.current_default_thread_limiter().borrowed_tokens == 0
+        assert borrowed(executor) == 0
 
     @PINS
     @pytest.mark.parametrize("error", ERRORS + FATAL, ids=repr)
@@ -190,7 +191,7 @@ class TestOutcomes:
         assert caught.value is error
         assert (discarded, reported, source.rest) == ([1, 2, 3], [], [4, 5, 6, 7])
         assert states(executor) == ["idle"]
-        assert trio.to_thread.current_default_thread_limiter().borrowed_tokens == 0
+        assert borrowed(executor) == 0
         done: list[int] = []
         with trio.fail_after(PATIENCE):
             await executor.dispatch(ListSource([1]), key=first_of_none, handler=pin(lambda n: done.append(n)))
@@ -403,17 +404,21 @@ class TestDecorators:
         assert handler(1) == 2
 
 
-@pytest.mark.parametrize("seed", range(40))
+KINDS = ("direct", "blocking", "calls direct", "calls blocking", "async", "plain")
+
+
+@pytest.mark.parametrize("seed", range(60))
 async def test_every_item_ends_in_exactly_one_state_and_every_worker_idle(
     seed: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Dispatches of all kinds on one executor, of which some fail, are cancelled or stopped by force."""
     rng = random.Random(seed)
     forced = seed % 5 == 4
-    limiter = trio.to_thread.current_default_thread_limiter()
-    limiter.total_tokens = rng.randint(1, 3)
     executor = KeyedExecutor(
-        workers=rng.randint(1, 3), max_in_flight=rng.randint(1, 12), throughput=rng.choice((1, 2, 16))
+        pool=ExecPool(rng.randint(1, 3), rng.randint(0, 4)),
+        workers=rng.randint(1, 3),
+        max_in_flight=rng.randint(1, 12),
+        throughput=rng.choice((1, 2, 16)),
     )
 
     async def run(number: int, kind: str) -> None:
@@ -451,11 +456,21 @@ async def test_every_item_ends_in_exactly_one_state_and_every_worker_idle(
                 trio.from_thread.run_sync(int)
             end(item)
 
+        async def calls(item: Any) -> None:
+            try:
+                await executor.call(profile, in_a_thread, item)
+            except trio.Cancelled:
+                if not forced and item[2] not in started[item[1]]:
+                    ended[item].append("interrupted")
+                raise
+
         handler: Callable[[Any], object] = on_the_loop
+        pin = {"direct": direct, "blocking": blocking}.get(kind.removeprefix("calls "))
+        profile = ExecProfile(pin(in_a_thread) if pin else end)
         if kind == "plain":
             handler = end
         elif kind != "async":
-            handler = {"direct": direct, "blocking": blocking}[kind](in_a_thread)
+            handler = calls if kind.startswith("calls") else in_a_thread
         cancelled = False
         with trio.CancelScope() as scope:
             scopes.append(scope)
@@ -471,12 +486,12 @@ async def test_every_item_ends_in_exactly_one_state_and_every_worker_idle(
                 assert fatal
             except* (trio.Cancelled, ExecutorClosedError):
                 cancelled = True
-        await until(lambda: not limiter.borrowed_tokens)
+        await until(lambda: not borrowed(executor))
         for item in source.rest:
             ended[item].append("in the source")
         # A handler does not hear of it when it waits for a thread in vain, or is abandoned in one.
         stopped = cancelled or scope.cancelled_caught or fatal
-        unheard = (kind == "blocking" and stopped) or (kind == "direct" and forced)
+        unheard = (kind == "blocking" and stopped) or (kind != "async" and forced)
         states = Counter(len(states) for states in ended.values())
         assert {*states} <= ({0, 1} if unheard else {1}), (ended, seed)
         assert states[0] <= 5
@@ -487,7 +502,7 @@ async def test_every_item_ends_in_exactly_one_state_and_every_worker_idle(
     with trio.fail_after(PATIENCE):
         async with trio.open_nursery() as nursery:
             for number in range(4):
-                nursery.start_soon(run, number, rng.choice(("direct", "blocking", "async", "plain")))
+                nursery.start_soon(run, number, rng.choice(KINDS))
             for _ in range(rng.randrange(3)):
                 for _ in range(rng.randrange(30)):
                     await trio.lowlevel.checkpoint()

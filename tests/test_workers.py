@@ -3,6 +3,7 @@
 import random
 import threading
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,10 +11,10 @@ import pytest
 import trio
 import trio.testing
 from support import EndlessSource, ListSource, collect, first
-from thread_support import PATIENCE, Gates, dispatches, first_of_none, queued, states, until
+from thread_support import PATIENCE, Gates, borrowed, dispatches, first_of_none, queued, states, until
 from trio.testing import wait_all_tasks_blocked
 
-from trio_wow.execution import KeyedExecutor, blocking, direct
+from trio_wow.execution import ExecPool, KeyedExecutor, PoolPlace, blocking, direct
 
 
 class TestChoice:
@@ -354,12 +355,11 @@ class TestHolding:
             gates.open("c")
             await until(lambda: states(executor) == ["idle"])
 
-    async def test_blocking_handlers_share_trios_thread_limiter_and_a_cancelled_wait_for_it_ends_at_once(
+    async def test_blocking_handlers_share_the_pool_and_a_cancelled_wait_for_it_ends_at_once(
         self, gates: Gates
     ) -> None:
-        limiter = trio.to_thread.current_default_thread_limiter()
-        limiter.total_tokens = 1
-        executor = KeyedExecutor(workers=2)
+        pool = ExecPool(1)
+        executor = KeyedExecutor(workers=2, pool=pool)
         waiting: list[BaseException | None] = []
         discarded: list[str] = []
         async with dispatches(gates) as start:
@@ -370,7 +370,7 @@ class TestHolding:
                     run = partial(executor.dispatch, ListSource(["b1", "b2"]), key=first, handler=gates.wait)
                     nursery.start_soon(collect, partial(run, on_discard=discarded.append), waiting)
                     await wait_all_tasks_blocked()
-                    assert limiter.statistics().tasks_waiting == 1
+                    assert pool.statistics().queued == 1
                     assert gates.arrived == ["a"]
                     scope.cancel()
             assert gates.inside == ["a"]
@@ -380,7 +380,7 @@ class TestHolding:
             gates.open("a")
             await gates.arrival("c")
             assert gates.arrived == ["a", "c"]
-        assert limiter.borrowed_tokens == 0
+        assert pool.statistics().borrowed == 0
 
     @pytest.mark.parametrize("pin", ["compute", "wait"])
     async def test_a_cancelled_dispatch_waits_for_its_threads(self, gates: Gates, pin: str) -> None:
@@ -476,49 +476,36 @@ class TestHolding:
     async def test_no_keyboard_interrupt_lands_where_a_thread_token_is_taken_and_given_back(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        limiter = trio.to_thread.current_default_thread_limiter()
         protected: list[bool] = []
 
-        class Spy:
-            async def acquire_on_behalf_of(self, borrower: object) -> None:
-                protected.append(trio.lowlevel.currently_ki_protected())
-                await limiter.acquire_on_behalf_of(borrower)
+        def spied(original: Callable[..., Any]) -> Callable[..., Any]:
+            def spy(*args: object) -> Any:
+                if trio.lowlevel.in_trio_task():
+                    protected.append(trio.lowlevel.currently_ki_protected())
+                return original(*args)
 
-            def release_on_behalf_of(self, borrower: object) -> None:
-                protected.append(trio.lowlevel.currently_ki_protected())
-                limiter.release_on_behalf_of(borrower)
+            return spy
 
-        monkeypatch.setattr(trio.to_thread, "current_default_thread_limiter", Spy)
+        monkeypatch.setattr(ExecPool, "try_submit", spied(ExecPool.try_submit))
+        monkeypatch.setattr(PoolPlace, "end", spied(PoolPlace.end))
         await KeyedExecutor().dispatch(ListSource([1]), key=first_of_none, handler=blocking(lambda _: None))
         assert protected == [True, True]
 
     async def test_a_blocking_handler_keeps_no_thread_token_while_a_worker_is_held(self, gates: Gates) -> None:
-        """Else the thread that holds the worker, and needs a token itself, would wait for it for ever."""
-        trio.to_thread.current_default_thread_limiter().total_tokens = 1
-        executor = KeyedExecutor(workers=1)
-        got: list[str] = []
-
-        async def in_another_thread() -> None:
-            with trio.fail_after(PATIENCE / 2):
-                await trio.to_thread.run_sync(got.append, "token")
-
-        @direct
-        def needs_a_token(item: str) -> None:
-            gates.compute(item)
-            trio.from_thread.run(in_another_thread)
+        """Else the thread that holds the worker would wait for ever, if it waited for one that needs the token."""
+        executor = KeyedExecutor(workers=1, pool=ExecPool(1))
 
         async with dispatches(gates) as start:
             start(executor, gates.wait, "a")
             await gates.arrival("a")
             start(executor, gates.wait, "b")  # waits for the token
             await wait_all_tasks_blocked()
-            start(executor, needs_a_token, "x")
+            start(executor, gates.compute, "x")
             await gates.arrival("x")
             gates.open("a", "b")
             await until(lambda: "b" in gates.arrived and not {"a", "b"} & {*gates.inside})
-            gates.open("x")
-            await until(lambda: got)
-            await until(lambda: states(executor) == ["idle"])
+            assert states(executor) == ["held"]
+            assert borrowed(executor) == 0
 
 
 class TestCancelledWhileItWaitsForItsWorker:

@@ -110,6 +110,13 @@ def states(executor: KeyedExecutor) -> list[str]:
     return [worker.state for worker in executor.statistics().workers]
 
 
+def borrowed(executor: KeyedExecutor) -> int:
+    """How many tokens of its pool are borrowed."""
+    pool = executor.statistics().pool
+    assert pool is not None
+    return pool.borrowed
+
+
 def queued(executor: KeyedExecutor) -> list[int]:
     return [worker.mailboxes_queued for worker in executor.statistics().workers]
 

@@ -24,10 +24,12 @@ __all__ = [
     "ExpectedVersionError",
     "FailureNotRetryableError",
     "HandlerExitError",
+    "HandlerInterruptedError",
     "HopLimitError",
     "InvalidIdentifierError",
     "NoSubscriberError",
     "RuntimeStateError",
+    "SelfWaitError",
     "SerializationError",
     "SettingsError",
     "ShutdownDeadlineError",
@@ -123,6 +125,39 @@ class CancelScopeLeakError(WowError):
         )
         self.handler = handler
         self.key = key
+
+
+class SelfWaitError(WowError):
+    """A function would wait for a command to an aggregate that itself waits for the function. Nothing was sent.
+
+    The command could not begin before the function has returned. Send it without waiting, or decide in one command.
+
+    Attributes:
+        aggregate_id: the aggregate.
+        chain: the aggregates that wait, outermost first, as text.
+    """
+
+    def __init__(self, aggregate_id: object, chain: Sequence[str]) -> None:
+        super().__init__(
+            f"waiting for a command to {aggregate_id} would never end, because that aggregate waits for this one: "
+            f"{' > '.join(chain)}; send it without waiting"
+        )
+        self.aggregate_id = aggregate_id
+        self.chain = tuple(chain)
+
+
+class HandlerInterruptedError(WowError):
+    """A plain function's thread was waiting for something in the library when the dispatch of its item was cancelled.
+
+    Raised in the thread, in place of `trio.Cancelled`: the function should clean up and let it pass.
+
+    Attributes:
+        handler: the function's qualified name.
+    """
+
+    def __init__(self, handler: str) -> None:
+        super().__init__(f"the dispatch that runs {handler} was cancelled while its thread waited")
+        self.handler = handler
 
 
 class BlockingCallError(WowError):

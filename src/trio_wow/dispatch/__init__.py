@@ -22,6 +22,7 @@ from trio_wow.dispatch._registry import FunctionRegistry as FunctionRegistry
 from trio_wow.dispatch._results import CommandResults as CommandResults
 from trio_wow.dispatch._results import CommandWait as CommandWait
 from trio_wow.dispatch._snapshot import SnapshotDispatcher as SnapshotDispatcher
+from trio_wow.dispatch._waits import waits_for as waits_for
 
 __all__ = [
     "CatchUp",
@@ -46,4 +47,5 @@ __all__ = [
     "StageNotifier",
     "conflict_retry",
     "is_retryable",
+    "waits_for",
 ]

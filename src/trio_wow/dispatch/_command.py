@@ -14,6 +14,7 @@ from trio_wow.dispatch._failures import FailureRetries, record
 from trio_wow.dispatch._filters import FilterChain, Handling, Outcome, Retry, StageNotifier, leaves
 from trio_wow.dispatch._registry import FunctionRegistry
 from trio_wow.dispatch._results import CommandResults
+from trio_wow.dispatch._waits import handles
 from trio_wow.domain import CommandFunction, Domain
 from trio_wow.errors import (
     AdmissionClosedError,
@@ -136,6 +137,7 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
     async def handle(self, handling: Handling, /) -> bool:
         """See the class."""
         message: CommandMessage = handling.message
+        handles(message)
         stream: DomainEventStream | None = None
         error: Exception | None = None
         deciding = _Deciding(self.name, message)
@@ -231,9 +233,9 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
                 _log.exception("%s failed for %s", function.name, message.aggregate_id)
 
     async def _call(self, function: CommandFunction, message: CommandMessage, *leading: object) -> object:
-        arguments = self._registry.command_arguments(function).of(message)
+        profile, arguments = self._registry.command_profile(function), self._registry.command_arguments(function)
         with user_call(function.name, message.aggregate_id):
-            result = function.call(*leading, **arguments)
+            result = await self._prepared().executor.call(profile, function.call, *leading, **arguments.of(message))
             return await result if isawaitable(result) else result
 
     async def _published(self, stream: DomainEventStream) -> Outcome:

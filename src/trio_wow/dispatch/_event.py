@@ -99,8 +99,8 @@ class EventDispatcher:
 
     A runtime component made of two: one takes the streams of events and runs the `@on_event` functions for each event
     in order, the other takes state events and runs the `@on_state_event` functions. Both are in the consumer group that
-    has the dispatcher's name. The functions for one event run one after the other. Among those, and between the two
-    components, no order is promised.
+    has the dispatcher's name. The functions for one event start in the order of their priority, one after the other;
+    beside those in the executor's pool the next ones go on. Between the two components no order is promised.
 
     Args:
         registry: the functions; those of this dispatcher's kind are run. It is sealed when the dispatcher is prepared.

@@ -3,10 +3,11 @@
 import logging
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, suppress
 from functools import partial
 from inspect import isawaitable
+from itertools import groupby
 from typing import Any, Protocol, TypeVar, cast
 
 import trio
@@ -86,6 +87,7 @@ class _Calling(Handling):
         sequence: which event of the stream it is for, from 1; 0 for all of them.
         number: of the call, among those for one message.
         again: whether the version is handled already, and this call of it is tried again.
+        started: set when the function is about to be called, where others wait for that.
     """
 
     processor: BoundProcessor = field(kw_only=True)
@@ -93,6 +95,7 @@ class _Calling(Handling):
     sequence: int = field(kw_only=True)
     number: int = field(kw_only=True)
     again: bool = field(default=False, kw_only=True)
+    started: trio.Event | None = field(default=None, kw_only=True)
 
 
 class _Streamed(Protocol):
@@ -350,21 +353,48 @@ class ProcessorDispatcher(MessageDispatcher[M]):
     async def _run(self, processor: BoundProcessor, message: M) -> Outcome:
         progress = processor.progress
         done: set[int] = set() if progress is None else progress.done(message.aggregate_id)
-        worst, failed_at = Outcome.HANDLED, None
-        for calling in self._callings(processor, message):
-            if calling.number in done:
-                continue
-            if failed_at is not None and failed_at < calling.sequence and progress is not None:
+        worst, failed = Outcome.HANDLED, False
+        for _, same in groupby(self._callings(processor, message), key=_sequence_of):
+            if failed and progress is not None:
                 break  # what comes later waits for its turn
-            outcome = await self._run_call(calling)
-            if outcome is Outcome.UNFINISHED:
-                return outcome
-            if outcome.settles:
-                done.add(calling.number)
-            else:
-                failed_at = calling.sequence
-            worst = _worse(worst, outcome)
+            callings = [calling for calling in same if calling.number not in done]
+            for number, outcome in (await self._run_side_by_side(callings)).items():
+                if outcome.settles:
+                    done.add(number)
+                else:
+                    failed = True
+                worst = _worse(worst, outcome)
+            if worst is Outcome.UNFINISHED:
+                break
         return worst
+
+    async def _run_side_by_side(self, callings: Sequence[_Calling]) -> Mapping[int, Outcome]:
+        """Run the functions for one event. They start in order; the others go on beside those in the pool."""
+        uses_pool = self._prepared().executor.uses_pool
+        outcomes: dict[int, Outcome] = {}
+
+        async def run(calling: _Calling) -> None:
+            try:
+                outcomes[calling.number] = await self._run_call(calling)
+            finally:
+                if calling.started is not None:
+                    calling.started.set()
+
+        async with AsyncExitStack() as stack:
+            nursery: trio.Nursery | None = None
+            for calling in callings:
+                call = cast("Call", calling.call)
+                if calling is not callings[-1] and uses_pool(call.function.profile):
+                    if nursery is None:
+                        nursery = await stack.enter_async_context(trio.open_nursery())
+                    calling.started = trio.Event()
+                    nursery.start_soon(run, calling, name=calling.function)
+                    await calling.started.wait()
+                else:
+                    await run(calling)
+                    if outcomes[calling.number] is Outcome.UNFINISHED:
+                        break
+        return outcomes
 
     def _callings(self, processor: BoundProcessor, message: M) -> Iterator[_Calling]:
         if processor.registered.in_transaction:
@@ -412,8 +442,11 @@ class ProcessorDispatcher(MessageDispatcher[M]):
             return
         function = call.function
         arguments = await self._arguments(function, call.envelope, message) if function.arguments else {}
+        executor, event = self._prepared().executor, call.envelope if function.takes_envelope else call.body
         with user_call(function.name, message.aggregate_id):
-            result = function.call(call.envelope if function.takes_envelope else call.body, **arguments)
+            if calling.started is not None:
+                calling.started.set()  # the call takes its place in the pool in this very step
+            result = await executor.call(function.profile, function.call, event, **arguments)
             if isawaitable(result):
                 result = await result
         if self._sender is not None:
@@ -448,13 +481,15 @@ class ProcessorDispatcher(MessageDispatcher[M]):
 
     async def _call_in_transaction(self, processor: BoundProcessor, message: M, *, again: bool) -> None:
         calls = tuple(self.calls(processor, message))
+        executor = self._prepared().executor
 
         def work(transaction: Any) -> None:
             for call in calls:
                 function = call.function
                 arguments = function.arguments.of(call.envelope)
                 arguments[str(function.arguments.transaction)] = transaction
-                result = function.call(call.envelope if function.takes_envelope else call.body, **arguments)
+                event = call.envelope if function.takes_envelope else call.body
+                result = executor.call_here(function.profile, function.call, event, **arguments)
                 if isawaitable(result):
                     refuse_awaitable(result, f"{function.name} returned an awaitable, which no thread awaits")
 
@@ -501,6 +536,10 @@ class ProcessorDispatcher(MessageDispatcher[M]):
             await advance(store, self._progress)
         except StoreError as error:
             _log.warning("the checkpoints of %s stay behind for now: %s", self.name, error)
+
+
+def _sequence_of(calling: _Calling) -> int:
+    return calling.sequence
 
 
 def _worse(one: Outcome, other: Outcome) -> Outcome:

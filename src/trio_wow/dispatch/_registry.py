@@ -19,6 +19,7 @@ from trio_wow.domain import (
     processor_model,
 )
 from trio_wow.errors import ConfigurationError, RuntimeStateError
+from trio_wow.execution import ExecClass, ExecProfile
 
 __all__ = ["BoundFunction", "FunctionRegistry", "RegisteredProcessor", "is_in_memory"]
 
@@ -32,12 +33,18 @@ class BoundFunction:
         takes_envelope: whether its message is the envelope rather than what is in it.
         call: the bound method.
         arguments: what it takes besides its message.
+        profile: where it runs.
+        priority: see `on_event`.
+        block: see `on_event`.
     """
 
     name: str
     takes_envelope: bool
     call: Callable[..., object]
     arguments: Arguments
+    profile: ExecProfile
+    priority: int
+    block: bool
 
 
 @frozen
@@ -48,7 +55,7 @@ class RegisteredProcessor:
         instance: the processor.
         name: its class's name.
         kind: its class's decorator.
-        functions: by the class of the event, or of the state.
+        functions: by the class of the event, or of the state, those that are called, in the order of their start.
         aggregates: those that it subscribes to.
         in_transaction: whether the functions take the store's transaction.
     """
@@ -101,9 +108,11 @@ class FunctionRegistry:
         self._on_events: list[RegisteredProcessor] = []
         self._on_states: list[RegisteredProcessor] = []
         self._commands: dict[CommandFunction, Arguments] = {}
+        self._profiles: dict[CommandFunction, ExecProfile] = {}
         for model in domain.aggregates:
             for function in model.functions():
                 self._commands[function] = Arguments(function.name, function.parameters, self._services, self._problems)
+                self._profiles[function] = ExecProfile(function.call, function.name)
 
     def register(self, processor: object) -> None:
         """Bind the functions of a processor (an instance of a decorated class).
@@ -161,6 +170,20 @@ class FunctionRegistry:
         """Return what a function of an aggregate takes besides its command."""
         return self._commands[function]
 
+    def command_profile(self, function: CommandFunction) -> ExecProfile:
+        """Return what says where a function of an aggregate runs."""
+        return self._profiles[function]
+
+    def profiles(self) -> Sequence[ExecProfile]:
+        """Return those of all functions that a dispatcher may call."""
+        bound = (
+            function.profile
+            for processor in (*self._on_events, *self._on_states)
+            for functions in processor.functions.values()
+            for function in functions
+        )
+        return [*self._profiles.values(), *dict.fromkeys(bound)]
+
     def _events_of(self, cls: type, where: str) -> Mapping[type, Sequence[AggregateModel]]:
         events = self.domain.events_of(cls)
         if not events:
@@ -209,7 +232,11 @@ class FunctionRegistry:
             if arguments.transaction is not None:
                 with_transaction.append(function.name)
                 self._check_transaction(model, function, arguments, where)
-            one = BoundFunction(where, function.takes_envelope, getattr(processor, function.name), arguments)
+            call = getattr(processor, function.name)
+            profile = ExecProfile(call, where, exec_class=_exec_class(model, arguments))
+            one = BoundFunction(
+                where, function.takes_envelope, call, arguments, profile, function.priority, function.block
+            )
             for cls in function.handles:
                 found = subscribed(cls, where)
                 for name, state in arguments.states.items():
@@ -224,7 +251,8 @@ class FunctionRegistry:
                 f"{model.name}: {', '.join(without)} must take the transaction too, as its other functions do: "
                 "one checkpoint stands for all of them"
             )
-        return RegisteredProcessor(processor, model.name, model.kind, bound, tuple(aggregates), bool(with_transaction))
+        called = {message: _called(several) for message, several in bound.items()}
+        return RegisteredProcessor(processor, model.name, model.kind, called, tuple(aggregates), bool(with_transaction))
 
     def _check_transaction(
         self, model: ProcessorModel, function: MessageFunction, arguments: Arguments, where: str
@@ -235,3 +263,18 @@ class FunctionRegistry:
             self._problems.append(f"{where} takes a transaction, which is used in a thread; make it a plain function")
         elif arguments.needs_state:
             self._problems.append(f"{where} takes a transaction, and then cannot take the aggregate's state as well")
+
+
+def _exec_class(model: ProcessorModel, arguments: Arguments) -> ExecClass | None:
+    if arguments.transaction is not None:
+        return ExecClass.POOL  # where the store writes
+    if model.kind is ProcessorKind.PROJECTION:
+        return ExecClass.INLINE  # it changes what all of its functions share, for all aggregates
+    return None
+
+
+def _called(functions: Sequence[BoundFunction]) -> Sequence[BoundFunction]:
+    """Return the functions for one event that are called: by priority, down to the first that blocks the others."""
+    ordered = sorted(functions, key=lambda function: -function.priority)
+    blocked_below = max((function.priority for function in ordered if function.block), default=None)
+    return [each for each in ordered if blocked_below is None or each.priority >= blocked_below]

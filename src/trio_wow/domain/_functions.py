@@ -98,6 +98,8 @@ class MessageFunction:
         parameters: what it takes besides.
         errors: the classes of the errors that an error function handles.
         exists: whether a command wants its aggregate to exist already (`True`) or not yet (`False`).
+        priority: of those that handle the same event, the greater one starts first.
+        block: whether those of lower priority are not called for that event.
     """
 
     name: str
@@ -108,12 +110,16 @@ class MessageFunction:
     parameters: tuple[Parameter, ...]
     errors: tuple[type, ...] = ()
     exists: bool | None = None
+    priority: int = 0
+    block: bool = False
 
 
 @frozen
 class _Mark:
     kind: FunctionKind
     exists: bool | None = None
+    priority: int = 0
+    block: bool = False
 
 
 @overload
@@ -164,7 +170,15 @@ def on_error(function: F) -> F:
     return _mark(function, _Mark(FunctionKind.ERROR))
 
 
-def on_event(function: F) -> F:
+@overload
+def on_event(function: F, /) -> F: ...
+
+
+@overload
+def on_event(*, priority: int = 0, block: bool = False) -> Callable[[F], F]: ...
+
+
+def on_event(function: F | None = None, /, *, priority: int = 0, block: bool = False) -> F | Callable[[F], F]:
     """Mark a method of a processor that handles an event.
 
     Its first parameter's annotation is the event's class, a union of several, or a class that several inherit from;
@@ -176,17 +190,44 @@ def on_event(function: F) -> F:
     `sqlite3.Connection`), and then all functions of that projection do. The store takes note in that transaction that
     the event was handled. The function is then a plain one, runs in the thread that writes to the store, and must not
     commit or roll back.
+
+    Args:
+        function: the method.
+        priority: of the functions of this processor for one event, those with a greater one start first.
+        block: `True` keeps those of lower priority from being called for the event, however this one ends.
     """
-    return _mark(function, _Mark(FunctionKind.EVENT))
+    return _mark_ordered(function, FunctionKind.EVENT, priority, block)
 
 
-def on_state_event(function: F) -> F:
+@overload
+def on_state_event(function: F, /) -> F: ...
+
+
+@overload
+def on_state_event(*, priority: int = 0, block: bool = False) -> Callable[[F], F]: ...
+
+
+def on_state_event(function: F | None = None, /, *, priority: int = 0, block: bool = False) -> F | Callable[[F], F]:
     """Mark a method of a processor that handles the state an aggregate has after the events of one command.
 
     Its first parameter's annotation is the aggregate's class, or a union of several; bare or as `StateEvent[Class]` for
     the stream beside the state. For the rest it is like an `@on_event` function.
+
+    Args:
+        function: the method.
+        priority: as for `on_event`.
+        block: as for `on_event`.
     """
-    return _mark(function, _Mark(FunctionKind.STATE_EVENT))
+    return _mark_ordered(function, FunctionKind.STATE_EVENT, priority, block)
+
+
+def _mark_ordered(function: F | None, kind: FunctionKind, priority: int, block: bool) -> F | Callable[[F], F]:
+    if type(priority) is not int:
+        raise TypeError(f"priority must be an int, not {priority!r}")
+    if type(block) is not bool:
+        raise TypeError(f"block must be True or False, not {block!r}")
+    mark = _Mark(kind, priority=priority, block=block)
+    return (lambda function: _mark(function, mark)) if function is None else _mark(function, mark)
 
 
 def _mark(function: F, mark: _Mark) -> F:
@@ -250,6 +291,8 @@ def _read(function: Callable[..., object], mark: _Mark, name: str, where: str) -
         parameters=tuple(_parameter(function, each, mark.kind, where) for each in parameters[leading:]),
         errors=errors,
         exists=mark.exists,
+        priority=mark.priority,
+        block=mark.block,
     )
 
 

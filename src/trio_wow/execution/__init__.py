@@ -2,8 +2,16 @@
 
 from trio_wow.execution._errors import split_cancelled as split_cancelled
 from trio_wow.execution._executor import KeyedExecutor as KeyedExecutor
+from trio_wow.execution._executor import synchronous as synchronous
 from trio_wow.execution._plain import is_async as is_async
 from trio_wow.execution._plain import refuse_awaitable as refuse_awaitable
+from trio_wow.execution._pool import ExecPool as ExecPool
+from trio_wow.execution._pool import ExecPoolStatistics as ExecPoolStatistics
+from trio_wow.execution._pool import PoolPlace as PoolPlace
+from trio_wow.execution._profile import AdaptiveSettings as AdaptiveSettings
+from trio_wow.execution._profile import ExecClass as ExecClass
+from trio_wow.execution._profile import ExecProfile as ExecProfile
+from trio_wow.execution._profile import FunctionStatistics as FunctionStatistics
 from trio_wow.execution._source import BatchSource as BatchSource
 from trio_wow.execution._source import DemandSource as DemandSource
 from trio_wow.execution._statistics import Backlog as Backlog
@@ -12,20 +20,32 @@ from trio_wow.execution._statistics import KeyedExecutorStatistics as KeyedExecu
 from trio_wow.execution._statistics import WorkerStatistics as WorkerStatistics
 from trio_wow.execution._threads import blocking as blocking
 from trio_wow.execution._threads import direct as direct
+from trio_wow.execution._threads import inline as inline
+from trio_wow.execution._threads import lent as lent
 from trio_wow.execution._user_call import user_call as user_call
 
 __all__ = [
+    "AdaptiveSettings",
     "Backlog",
     "BatchSource",
     "DemandSource",
     "DispatchStatistics",
+    "ExecClass",
+    "ExecPool",
+    "ExecPoolStatistics",
+    "ExecProfile",
+    "FunctionStatistics",
     "KeyedExecutor",
     "KeyedExecutorStatistics",
+    "PoolPlace",
     "WorkerStatistics",
     "blocking",
     "direct",
+    "inline",
     "is_async",
+    "lent",
     "refuse_awaitable",
     "split_cancelled",
+    "synchronous",
     "user_call",
 ]

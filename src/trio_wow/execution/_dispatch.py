@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
-from contextvars import copy_context
+from contextvars import Context, copy_context
+from functools import partial
 from inspect import isawaitable
 from types import CoroutineType
 from typing import Any, Generic, Literal, TypeVar, cast
@@ -12,12 +13,15 @@ from trio.lowlevel import enable_ki_protection
 
 from trio_wow.errors import CancelScopeLeakError, ExecutorClosedError
 from trio_wow.execution._blocking import BlockingCallGuard
+from trio_wow.execution._calls import enter
 from trio_wow.execution._errors import split_cancelled
 from trio_wow.execution._lane import Lane, RunAsync, RunPlain, run_async, run_plain
 from trio_wow.execution._mailbox import Mailbox
 from trio_wow.execution._plain import is_async, name_of, refuse_awaitable
+from trio_wow.execution._pool import ExecPool
+from trio_wow.execution._profile import POOL, Profiles
 from trio_wow.execution._source import BatchSource, DemandSource, IterableSource
-from trio_wow.execution._threads import Threads, pin_of
+from trio_wow.execution._threads import Hold, ThreadCall, Threads
 from trio_wow.execution._user_call import outweighs_leak
 from trio_wow.execution._worker import Workers
 
@@ -39,6 +43,9 @@ class Dispatch(Generic[T]):
         returned: how many of those have been returned to the source as demand.
         mark: at how many finished items `return_demand` has something to do.
         mailboxes: by key.
+        profile: the handler's.
+        leaves_loop: whether the handler is one that may run in a thread.
+        calls: in threads, that are waited for.
         active: the mailbox whose handler is being run by a runner in this step.
     """
 
@@ -47,6 +54,9 @@ class Dispatch(Generic[T]):
         *,
         executor: str,
         workers: Workers,
+        pool: ExecPool | None,
+        profiles: Profiles,
+        threads: Threads,
         max_in_flight: int,
         throughput: int,
         blocking_calls: Literal["raise", "warn", "allow"],
@@ -72,12 +82,12 @@ class Dispatch(Generic[T]):
         self.awaitable_returned = (
             f"handler {self.handler_name} is a plain function but returned an awaitable; declare it `async def`"
         )
-        self.pin = pin_of(handler)
+        self.profile = profiles.of(handler)
+        self._pool = pool
+        self.leaves_loop = pool is not None and not self.handler_is_async
         self.context = copy_context()
-        self.threads = Threads(handler, self.handler_name, self.awaitable_returned, perf_counter, self.context)
-        if self.pin == "blocking":
-            self.handler = self._call_blocking
-            self.handler_is_async = True
+        self._threads = threads
+        self.calls: set[ThreadCall] = set()
         self._guard = None if blocking_calls == "allow" else BlockingCallGuard(blocking_calls, self.handler_name)
         self.run_plain: RunPlain = run_plain if self._guard is None else self._guard.run_plain
         self.run_async: RunAsync = run_async if self._guard is None else self._guard.run_async
@@ -135,7 +145,8 @@ class Dispatch(Generic[T]):
     def force_stop(self) -> None:
         """Cancel the dispatch, and leave its threads; `run` then raises `ExecutorClosedError`."""
         self._forced = True
-        self.threads.abandon()
+        for call in self.calls:
+            call.abandon()
         self.halt()
 
     async def _receive(self) -> None:
@@ -298,6 +309,8 @@ class Dispatch(Generic[T]):
         self._scope.cancel()
         for worker in self._workers.all:
             worker.halt()
+        for call in self.calls:
+            call.interrupt()
         self._discard_queued()
 
     def forget(self, mailbox: Mailbox[T]) -> None:
@@ -328,9 +341,39 @@ class Dispatch(Generic[T]):
                 self._fail(error)
 
     @enable_ki_protection
-    async def _call_blocking(self, item: T) -> None:
-        # A runner enters each handler, and says first whose it is.
-        await self.threads.call_blocking(cast("Mailbox[T]", self.active), item, self._hand_back)
+    async def call_in_thread(self, lane: Lane, mailbox: Mailbox[T], item: T) -> None:
+        """Call the handler in a thread of the pool; if that is full, in one that holds the lane's worker.
+
+        Cancellation: before it has started, at once; the item is discarded.
+        """
+        pool = cast("ExecPool", self._pool)
+        try:
+            hold = cast("Hold", await enter(pool, POOL, lane))
+        except trio.Cancelled:
+            self._hand_back(item)
+            raise
+        # Not the caller's context: what `on_error` sets there is nothing of this item's.
+        call = self.thread_call(mailbox, item, hold, lane.context.copy())
+        try:
+            await self.finish(call, mailbox)
+        finally:
+            if not call.abandoned:
+                hold.end()
+
+    def thread_call(self, mailbox: Mailbox[T], item: T, hold: Hold, context: Context) -> ThreadCall:
+        """Prepare the handler's call for an item in a thread."""
+        function = partial(self.handler, item)
+        return ThreadCall(self._threads, self.calls, self.profile, mailbox.key, hold, context, function)
+
+    async def finish(self, call: ThreadCall, mailbox: Mailbox[T]) -> None:
+        """Make a prepared call; see `ThreadCall.run`."""
+        try:
+            result = await call.run(mailbox.name)
+        finally:
+            if not call.abandoned:
+                call.record()
+        if result is not None and isawaitable(result):
+            refuse_awaitable(result, self.awaitable_returned)
 
 
 def _refuse_if_awaitable(result: object, callback: str) -> None:

@@ -1,7 +1,10 @@
 """The public face of keyed execution."""
 
 import time
-from collections.abc import AsyncIterable, Callable, Hashable, Mapping
+from collections.abc import AsyncIterable, Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import Context, ContextVar, copy_context
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
@@ -9,18 +12,40 @@ import trio
 from trio.lowlevel import enable_ki_protection
 
 from trio_wow.errors import ExecutorClosedError, printable
+from trio_wow.execution._calls import enter
 from trio_wow.execution._cpus import usable_cpus
 from trio_wow.execution._dispatch import Dispatch
+from trio_wow.execution._lane import current_lane
 from trio_wow.execution._plain import is_async, name_of, yields
+from trio_wow.execution._pool import ExecPool
+from trio_wow.execution._profile import DEFAULTS, INLINE, POOL, AdaptiveSettings, ExecClass, ExecProfile, Profiles
 from trio_wow.execution._source import BatchSource, ChannelSource, IterableSource
 from trio_wow.execution._statistics import KeyedExecutorStatistics, statistics_of_dispatch, statistics_of_worker
+from trio_wow.execution._threads import ThreadCall, Threads
 from trio_wow.execution._worker import Workers
 
-__all__ = ["KeyedExecutor"]
+__all__ = ["KeyedExecutor", "synchronous"]
 
 T = TypeVar("T")
 
 _shared: trio.lowlevel.RunVar["KeyedExecutor | None"] = trio.lowlevel.RunVar("trio_wow.execution.shared", None)
+
+
+_synchronous: ContextVar[bool] = ContextVar("trio_wow.execution.synchronous", default=False)
+
+
+@contextmanager
+def synchronous() -> Iterator[None]:
+    """Let `KeyedExecutor.call` run every plain function on the event loop, until the block is left.
+
+    Whatever its profile or its mark. For tests, and for callers that need the effect before they go on. Such runs are
+    not measured.
+    """
+    token = _synchronous.set(True)
+    try:
+        yield
+    finally:
+        _synchronous.reset(token)
 
 
 class KeyedExecutor:
@@ -39,15 +64,20 @@ class KeyedExecutor:
             all of them, the dispatch asks its source for nothing more until that key moves on.
         throughput: items of one key handled in a row, while they complete without waiting, before the other keys and
             the event loop get their turn.
+        pool: bounds the slow plain functions that run in threads without a worker. By default one of its own, of the
+            usual size; one that is given is shared, and its owner closes it; with `None` every plain function runs on
+            the event loop, whatever its mark, which is for tests.
+        adaptive: when plain functions leave the event loop; see `ExecProfile`.
         blocking_calls: what to do about calls that block the event loop while a handler holds it, such as
             `time.sleep`: "raise" a `BlockingCallError` in place of the call, "warn" with a `BlockingCallWarning`, or
             "allow" them. `docs/keyed-execution.md` lists which calls are seen.
-        perf_counter: seconds, to measure how long handlers hold the event loop.
+        perf_counter: seconds, to measure how long handlers hold the event loop, and how long plain functions take. It
+            is called in threads too.
         name: what errors and task dumps call it.
 
     Raises:
         ValueError: a number is not a positive `int`, or `blocking_calls` is none of the three.
-        TypeError: `name` is no text, or `perf_counter` cannot be called.
+        TypeError: `name` is no text, `perf_counter` cannot be called, or `pool` or `adaptive` is of another class.
     """
 
     def __init__(
@@ -56,6 +86,8 @@ class KeyedExecutor:
         workers: int | None = None,
         max_in_flight: int = 256,
         throughput: int = 16,
+        pool: ExecPool | Literal["own"] | None = "own",
+        adaptive: AdaptiveSettings = DEFAULTS,
         blocking_calls: Literal["raise", "warn", "allow"] = "allow",
         perf_counter: Callable[[], float] = time.perf_counter,
         name: str = "wow-dispatch",
@@ -71,7 +103,15 @@ class KeyedExecutor:
             raise TypeError(f"name must be a str, not {name!r}")
         if not callable(perf_counter):
             raise TypeError(f"perf_counter must be a function that returns seconds, not {perf_counter!r}")
+        if not (pool is None or pool == "own" or isinstance(pool, ExecPool)):
+            raise TypeError(f"pool must be an ExecPool, or None for the event loop alone, not {pool!r}")
+        if not isinstance(adaptive, AdaptiveSettings):
+            raise TypeError(f"adaptive must be AdaptiveSettings, not {adaptive!r}")
         self._workers = Workers(name, workers)
+        self._owns_pool = pool == "own"
+        self._pool = ExecPool() if pool == "own" else pool
+        self._profiles = Profiles(adaptive)
+        self._threads = Threads(perf_counter)
         self._max_in_flight = max_in_flight
         self._throughput = throughput
         self._blocking_calls = blocking_calls
@@ -112,6 +152,10 @@ class KeyedExecutor:
         return KeyedExecutorStatistics(
             workers=tuple(map(statistics_of_worker, self._workers.all)),
             dispatches=tuple(map(statistics_of_dispatch, self._dispatches)),
+            functions=self._profiles.statistics(),
+            pool=None if self._pool is None else self._pool.statistics(),
+            threads_abandoned=self._threads.abandoned,
+            late_results=self._threads.late,
             closed=self._closed,
         )
 
@@ -134,9 +178,9 @@ class KeyedExecutor:
             source: a `trio.MemoryReceiveChannel`, which is left open; a `BatchSource`; or any async iterable, of which
                 an async generator is closed at the end.
             key: gives an item's key. A plain, quick function.
-            handler: called with each item; an `async def` function, or a plain one, which runs on the event loop unless
-                it is marked `@direct` or `@blocking`. Each call has context variables of its own: a copy of those in
-                which `dispatch` was called.
+            handler: called with each item; an `async def` function, or a plain one, which runs where its `ExecProfile`
+                says: on the event loop if it is known to be quick, else in a thread. Its profile outlasts the dispatch.
+                Each call has context variables of its own: a copy of those in which `dispatch` was called.
             on_error: takes an item and the `Exception` its handler raised; the dispatch then goes on. Without it, and
                 for what is not an `Exception`, a failing handler ends the dispatch.
             on_discard: takes each item that was accepted and will not be started. Both callbacks are plain functions;
@@ -164,6 +208,9 @@ class KeyedExecutor:
         dispatch = Dispatch(
             executor=self._name,
             workers=self._workers,
+            pool=self._pool,
+            profiles=self._profiles,
+            threads=self._threads,
             max_in_flight=self._max_in_flight,
             throughput=self._throughput,
             blocking_calls=self._blocking_calls,
@@ -182,8 +229,90 @@ class KeyedExecutor:
             if not self._dispatches:
                 self._idle.set()
 
+    async def call(self, profile: ExecProfile, function: Callable[..., object], /, *args: Any, **kwargs: Any) -> object:
+        """Call a plain function where its profile says, for an `async def` handler of this executor.
+
+        A thread that runs it directly holds the worker of the mailbox in whose task, or whose child task, it is called;
+        elsewhere it holds none. Every call has context variables of its own: a copy of the caller's, made before
+        anything else. It is no checkpoint if it need not wait.
+
+        Args:
+            profile: the function's. One that is not of this executor becomes so.
+            function: a plain one. An `async def` is called here, and its coroutine returned.
+            args: for it.
+            kwargs: for it.
+
+        Returns:
+            What the function does.
+
+        Raises:
+            BaseException: what the function does.
+
+        Cancellation: the function has not started. Once it has, in a thread, it is waited for, and its result is
+            returned; only a forced stop leaves it to itself.
+        """
+        if profile.is_async:
+            return function(*args, **kwargs)
+        if profile.owner is not self._profiles:
+            self._profiles.adopt(profile)
+        context, pool, exec_class = copy_context(), self._pool, profile.exec_class
+        if pool is None or _synchronous.get():
+            return context.run(function, *args, **kwargs)
+        if exec_class is INLINE:
+            perf_counter = self._perf_counter
+            began = perf_counter()
+            try:
+                return context.run(function, *args, **kwargs)
+            finally:
+                profile.record(perf_counter() - began)
+        return await self._call_in_thread(pool, exec_class, profile, context, partial(function, *args, **kwargs))
+
+    def uses_pool(self, profile: ExecProfile) -> bool:
+        """Whether `call` would send the function to the pool now, so that others can run beside it."""
+        return profile.exec_class is POOL and self._pool is not None and not _synchronous.get()
+
+    def call_here(self, profile: ExecProfile, function: Callable[..., object], /, *args: Any, **kwargs: Any) -> object:
+        """Call a plain function in the present thread, and take note in its profile of how long that took.
+
+        For functions whose thread is somebody else's choice, such as a store's. Returns and raises what it does.
+        """
+        if profile.owner is not self._profiles:
+            self._profiles.adopt(profile)
+        began = self._perf_counter()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            profile.record(self._perf_counter() - began)
+
+    @enable_ki_protection
+    async def _call_in_thread(
+        self,
+        pool: ExecPool,
+        exec_class: ExecClass,
+        profile: ExecProfile,
+        context: Context,
+        function: Callable[[], object],
+    ) -> object:
+        lane = current_lane.get()
+        if lane is not None and lane.workers is not self._workers:  # of another executor's handler, which calls us
+            lane = None
+        task = trio.lowlevel.current_task()
+        name = task.name if lane is None else lane.name_of(task)
+        hold = await enter(pool, exec_class, lane)
+        calls: set[ThreadCall] = set() if lane is None else lane.calls
+        call = ThreadCall(self._threads, calls, profile, name.removeprefix("mailbox "), hold, context, function)
+        try:
+            return await call.run(name)
+        finally:
+            if not call.abandoned:
+                if hold is not None:
+                    hold.end()
+                call.record()
+
     async def aclose(self) -> None:
         """Refuse new dispatches and wait until the running ones have ended. Idempotent.
+
+        A pool of its own is closed with it, a shared one is not.
 
         Not for a handler of this executor, which would wait for itself.
 
@@ -194,6 +323,7 @@ class KeyedExecutor:
             if self._idle.is_set():
                 self._idle = trio.Event()
             await self._idle.wait()
+        self._close_pool()
         await trio.lowlevel.checkpoint()
 
     def force_stop(self) -> None:
@@ -204,6 +334,12 @@ class KeyedExecutor:
         self._closed = True
         for dispatch in list(self._dispatches):
             dispatch.force_stop()
+        self._threads.abandon()
+        self._close_pool()
+
+    def _close_pool(self) -> None:
+        if self._owns_pool and self._pool is not None:
+            self._pool.close()
 
     async def __aenter__(self) -> "KeyedExecutor":
         return self

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Generator
+from contextvars import ContextVar
 from functools import partial
 from inspect import isawaitable
 from types import coroutine
@@ -12,12 +13,14 @@ from trio.lowlevel import current_task, disable_ki_protection, enable_ki_protect
 
 from trio_wow.execution._mailbox import Mailbox
 from trio_wow.execution._plain import refuse_awaitable
-from trio_wow.execution._worker import Worker, Workers
+from trio_wow.execution._profile import DIRECT, INLINE
+from trio_wow.execution._worker import Worker, WorkerHold, Workers
 
 if TYPE_CHECKING:
     from trio_wow.execution._dispatch import Dispatch
+    from trio_wow.execution._threads import ThreadCall
 
-__all__ = ["Lane", "RunAsync", "RunPlain", "run_async", "run_plain"]
+__all__ = ["Lane", "RunAsync", "RunPlain", "current_lane", "run_async", "run_plain"]
 
 RunPlain = Callable[[Callable[[Any], object], Any, Mailbox[Any]], object]
 RunAsync = Callable[[Any, Mailbox[Any]], Generator[Any, Any, None]]
@@ -48,16 +51,22 @@ def run_async(work: Any, _mailbox: Mailbox[Any]) -> Generator[Any, Any, None]:
     yield from work
 
 
+# In whose mailbox a handler is. In the context of the lane's runners, so that it costs an item nothing.
+current_lane: "ContextVar[Lane | None]" = ContextVar("trio_wow.execution.lane", default=None)
+
+
 @coroutine
 def _rest(
-    handling: Generator[Any, Any, None], trap: object, worker: Worker | None, outside: Any
+    handling: Generator[Any, Any, None], trap: object, worker: Worker | None, task: trio.lowlevel.Task, outside: Any
 ) -> Generator[Any, Any, None]:
     """Await the rest of a handler.
 
     Args:
         handling: its steps; it has stopped at its first wait.
         trap: what it asked of the event loop there.
-        worker: whom to take again before each further step, if any.
+        worker: whom to take again before each further step, if any, unless the handler itself has put it in the hands
+            of a thread.
+        task: the handler's.
         outside: the cancel status of the task outside the handler's own scopes.
     """
     while True:
@@ -69,7 +78,7 @@ def _rest(
             step, value = handling.throw, error
         else:
             # Not `taken`: beside mailboxes that have just been let go, this one is another.
-            if worker is not None and worker.holder is not None:
+            if worker is not None and worker.holder is not None and worker.holder.task is not task:
                 yield from worker.wait_free(outside)
         try:
             trap = step(value)
@@ -86,14 +95,17 @@ class Lane:
 
     Attributes:
         worker: the worker whose lane it is.
+        context: of its runners: the dispatch's, and in it the lane.
         queue: mailboxes that wait for their turn.
         waiting: whether it is lined up at its worker.
     """
 
-    __slots__ = ("_dispatch", "_ramp", "_runner_name", "_runners", "_workers", "queue", "waiting", "worker")
+    __slots__ = ("_dispatch", "_ramp", "_runner_name", "_runners", "_workers", "context", "queue", "waiting", "worker")
 
     def __init__(self, dispatch: "Dispatch[Any]", worker: Worker, workers: Workers) -> None:
         self._dispatch = dispatch
+        self.context = dispatch.context.copy()
+        self.context.run(current_lane.set, self)
         self._runner_name = f"runner of {worker.name}"
         self._workers = workers
         self._runners = 0
@@ -101,6 +113,26 @@ class Lane:
         self.worker = worker
         self.queue: deque[Mailbox[Any]] = deque()
         self.waiting = False
+
+    @property
+    def outside(self) -> Any:
+        """The cancel status outside all handlers of the dispatch. Private to Trio; see `_run`."""
+        return self._dispatch.nursery._cancel_status
+
+    @property
+    def calls(self) -> "set[ThreadCall]":
+        """The calls in threads of the dispatch."""
+        return self._dispatch.calls
+
+    @property
+    def workers(self) -> Workers:
+        """All workers of the executor whose lane it is."""
+        return self._workers
+
+    def name_of(self, task: trio.lowlevel.Task) -> str:
+        """Return the name of a handler's task: its mailbox's, also before its first wait."""
+        active = self._dispatch.active
+        return task.name if active is None or task.name != self._runner_name else active.name
 
     def put(self, mailbox: Mailbox[Any], *, first: bool = False) -> None:
         """Queue a mailbox, behind the others unless it is to be `first`, and see that somebody takes it."""
@@ -127,15 +159,15 @@ class Lane:
                 self._dispatch.forget(mailbox)
 
     def start_runners(self, count: int) -> None:
-        """Start runners, in the context in which `dispatch` was called."""
+        """Start runners, in a copy of the context in which `dispatch` was called."""
         dispatch = self._dispatch
-        run = self._run_direct if dispatch.pin == "direct" else self._run
+        run = self._run_direct if dispatch.leaves_loop and dispatch.profile.exec_class is DIRECT else self._run
         start_soon = partial(dispatch.nursery.start_soon, run, name=self._runner_name)
         for _ in range(count):
             self._runners += 1
             self.worker.runners += 1
             self._workers.runners += 1
-            dispatch.context.run(start_soon)
+            self.context.run(start_soon)
 
     def _wake(self) -> None:
         worker = self.worker
@@ -201,18 +233,19 @@ class Lane:
         dispatch, worker, queue = self._dispatch, self.worker, self.queue
         if worker.starting is self:
             worker.starting = None
-        handler, is_async = dispatch.handler, dispatch.handler_is_async
+        handler, is_async, leaves_loop = dispatch.handler, dispatch.handler_is_async, dispatch.leaves_loop
+        profile, in_thread = dispatch.profile, False
         run_plain, run_async = dispatch.run_plain, dispatch.run_async
-        mailboxes, base, throughput = dispatch.mailboxes, dispatch.context, dispatch.throughput
+        mailboxes, base, throughput = dispatch.mailboxes, self.context, dispatch.throughput
         perf_counter = dispatch.perf_counter
-        # A call of a `@blocking` handler has a token of a limiter that the thread which holds the worker may wait for.
-        taken_again = None if dispatch.pin == "blocking" else worker
+        taken_again = worker if is_async else None  # a plain handler that comes back from its thread is at its end
         task = current_task()
         # Private to Trio, and the only way to see a scope that was left open without opening one for every item.
         status = task._cancel_status
         owner = False  # whether this task has become a mailbox's own
         mailbox: Mailbox[Any] | None = None
         turn = passed = 0
+        now = 0.0  # when the handler of the item before has ended, if that is known
         raised: BaseException | None = None
         try:
             if self._has_held():
@@ -227,16 +260,20 @@ class Lane:
                     mailbox = dispatch.active = self._take()
                     turn = 0
 
+                if leaves_loop:
+                    in_thread = profile.exec_class is not INLINE
+                    if in_thread and profile.exec_class is DIRECT:
+                        return  # and leaves the mailbox to a runner of that kind
                 item = mailbox.popleft()
                 task.context = context = base.copy()
                 raised = None
-                if is_async:
-                    waits = False
+                if is_async or in_thread:
+                    waits, now = False, 0.0
                     work: Any = None
                     handling: Any = None
                     trap: object = None
                     try:
-                        work = handler(item)
+                        work = handler(item) if is_async else dispatch.call_in_thread(self, mailbox, item)
                         handling = run_async(work, mailbox)
                         trap = context.run(handling.send, None)
                         waits = True
@@ -251,10 +288,13 @@ class Lane:
                             owner = True
                             self._end_runner()
                             task.name = mailbox.name
-                            self._follow()
+                            if not worker.taken:
+                                self._follow()
+                            elif queue and not self._runners:  # the handler has put the worker in a thread's hands
+                                self._wake()
                         mailbox.running = True
                         try:
-                            await _rest(handling, trap, taken_again, status)
+                            await _rest(handling, trap, taken_again, task, status)
                         except BaseException as error:
                             raised = error
                         mailbox.running = False
@@ -262,15 +302,19 @@ class Lane:
                         turn = passed = 0
                         if mailbox:
                             limit, deadline = self._hold()
-                        if worker.holder is not None:  # the handler went on without it: cancelled, or `@blocking`
+                        if worker.holder is not None:  # the handler went on without it: cancelled, or in a thread
                             limit = 0
                 else:
+                    began = now or perf_counter()
                     try:
                         result = context.run(run_plain, handler, item, mailbox)
                         if result is not None and isawaitable(result):
                             refuse_awaitable(result, dispatch.awaitable_returned)
                     except BaseException as error:
                         raised = error
+                    now = perf_counter()
+                    if leaves_loop:
+                        profile.record(now - began)
 
                 if raised is None and task._cancel_status is status:
                     dispatch.finished += 1
@@ -300,8 +344,8 @@ class Lane:
                             return
                     else:
                         alone = True
-                if (mailbox is not None or queue) and (alone or passed >= limit or perf_counter() >= deadline):
-                    dispatch.active = None
+                if (mailbox is not None or queue) and (alone or passed >= limit or (now or perf_counter()) >= deadline):
+                    dispatch.active, now = None, 0.0
                     await self._pause()
                     limit, deadline = self._hold()
                     passed = 0
@@ -321,7 +365,7 @@ class Lane:
     @enable_ki_protection
     async def _run_direct(self) -> None:
         """Give one mailbox a turn of its handlers in threads, in which it holds the worker."""
-        dispatch, worker, threads = self._dispatch, self.worker, self._dispatch.threads
+        dispatch, worker = self._dispatch, self.worker
         if worker.starting is self:
             worker.starting = None
         if not self.queue or worker.taken:
@@ -329,14 +373,18 @@ class Lane:
             return
         mailbox = self._take()
         self._end_runner()
-        worker.hold(mailbox)
+        task = current_task()
+        hold = WorkerHold(worker, mailbox, task, task._cancel_status)
+        worker.hold(hold)
         if self.queue:
             self._wake()
         abandoned = False
         raised: BaseException | None = None
         try:
-            current_task().name = mailbox.name
+            task.name = mailbox.name
             for _ in range(min(dispatch.throughput, len(mailbox))):
+                if dispatch.profile.exec_class is not DIRECT:
+                    break
                 try:
                     await trio.lowlevel.checkpoint_if_cancelled()
                 except trio.Cancelled:
@@ -345,9 +393,9 @@ class Lane:
                 item = mailbox.popleft()
                 raised = None
                 mailbox.running = True
-                call = threads.prepare(mailbox, item, partial(worker.release, mailbox))
+                call = dispatch.thread_call(mailbox, item, hold, self.context.copy())
                 try:
-                    await call.run()
+                    await dispatch.finish(call, mailbox)
                 except BaseException as error:
                     raised = error
                 mailbox.running = False
@@ -359,9 +407,7 @@ class Lane:
             raised = None  # it refers to this frame
             if mailbox:
                 self.put(mailbox)
-            if abandoned:
-                worker.abandon()
-            else:
-                worker.release(mailbox)
+            if not abandoned:
+                hold.end()
             if not mailbox:
                 del dispatch.mailboxes[mailbox.key]  # last, as a key that has changed is not found

@@ -6,6 +6,8 @@ from heapq import nlargest
 from attrs import frozen
 
 from trio_wow.execution._dispatch import Dispatch
+from trio_wow.execution._pool import ExecPoolStatistics
+from trio_wow.execution._profile import FunctionStatistics
 from trio_wow.execution._worker import Worker
 
 __all__ = [
@@ -84,11 +86,19 @@ class KeyedExecutorStatistics:
     Attributes:
         workers: by index.
         dispatches: those that run, in no order.
+        functions: the plain functions that it has run or runs, as long as somebody has them, by name.
+        pool: the `ExecPool`, which other executors may share; `None` without one.
+        threads_abandoned: how many threads forced stops have left to themselves, in all.
+        late_results: how many of those have ended since. Their results were dropped.
         closed: whether it refuses new dispatches.
     """
 
     workers: tuple[WorkerStatistics, ...]
     dispatches: tuple[DispatchStatistics, ...]
+    functions: tuple[FunctionStatistics, ...]
+    pool: ExecPoolStatistics | None
+    threads_abandoned: int
+    late_results: int
     closed: bool
 
 

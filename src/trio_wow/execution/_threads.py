@@ -1,25 +1,43 @@
-"""Plain handlers that run in threads: how a function asks for one, and one call in one."""
+"""Plain functions in threads: how a function asks for one, what it holds there, and one call in one."""
 
 import logging
-from collections.abc import Callable
-from contextvars import Context
+from collections.abc import Awaitable, Callable
+from contextvars import Context, ContextVar
 from functools import partial
-from inspect import isawaitable
-from typing import Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
 
 import trio
 
-from trio_wow.execution._mailbox import Mailbox
-from trio_wow.execution._plain import is_async, refuse_awaitable
+from trio_wow.errors import HandlerInterruptedError, printable
+from trio_wow.execution._plain import is_async
 
-__all__ = ["Threads", "blocking", "direct", "pin_of"]
+if TYPE_CHECKING:
+    from trio_wow.execution._profile import ExecProfile
+
+__all__ = ["Hold", "ThreadCall", "Threads", "blocking", "direct", "inline", "lent", "pin_of"]
 
 logger = logging.getLogger("trio_wow.execution")
 
 F = TypeVar("F", bound=Callable[..., object])
-Pin = Literal["direct", "blocking"]
+T = TypeVar("T")
+Pin = Literal["inline", "direct", "blocking"]
 
 _ATTRIBUTE = "__trio_wow_pin__"
+
+
+def inline(function: F) -> F:
+    """Pin a plain function to the event loop: it never goes to a thread, however long it takes.
+
+    For functions that are known to be quick, or that use what belongs to the event loop's thread. Source document:
+    seed 004.
+
+    Returns:
+        The function itself, marked.
+
+    Raises:
+        TypeError: it is no plain function (an `async def` is on the event loop anyway), or cannot be marked.
+    """
+    return _pin(function, "inline")
 
 
 def direct(function: F) -> F:
@@ -40,12 +58,11 @@ def direct(function: F) -> F:
 
 
 def blocking(function: F) -> F:
-    """Pin a plain handler to a Trio thread: it runs off the event loop and holds no worker.
+    """Pin a plain function to the executor's `ExecPool`: it runs off the event loop and holds no worker.
 
-    For handlers that block on I/O. How many run at once is for Trio's default thread limiter to say
-    (`trio.to_thread.current_default_thread_limiter`, 40 threads). An item that is cancelled while it waits for a thread
-    is discarded. A thread is waited for; it does not hear of a cancellation before a forced stop, from when on
-    `trio.from_thread.check_cancelled` raises.
+    For functions that block on I/O. When the pool is full, a call runs as that of a `@direct` function does. An item
+    that is cancelled while it waits for its thread is discarded. A thread is waited for; it does not hear of a
+    cancellation before a forced stop, from when on `trio.from_thread.check_cancelled` raises.
 
     Returns:
         The function itself, marked.
@@ -98,73 +115,184 @@ class _Unlimited:
 _unlimited = cast("trio.CapacityLimiter", _Unlimited())
 
 
-class ThreadCall:
-    """One call of a plain handler in a thread.
+class Hold(Protocol):
+    """What a thread holds. All but `end_in_thread` are called on the event loop."""
 
-    It is shielded: a handler cannot be interrupted in a thread, so a cancelled dispatch waits for it. Only `abandon`
+    def end(self) -> None:
+        """Release it for good. Idempotent."""
+
+    def end_in_thread(self) -> None:
+        """Release it for good, if that can be done in the thread, whose function has ended."""
+
+    def abandon(self) -> None:
+        """Leave it to the thread, which nobody waits for any more."""
+
+    def lend(self) -> None:
+        """Release it until it is taken back."""
+
+    async def take_back(self) -> None:
+        """Take it again, before all others that wait for it; go on without it if that is cancelled."""
+
+
+_call: "ContextVar[ThreadCall | None]" = ContextVar("trio_wow.execution.thread_call", default=None)
+
+
+async def lent(waits: Callable[[], Awaitable[T]]) -> T:
+    """Wait on behalf of whoever has called: a function's thread lends its worker, or its place in the pool, meanwhile.
+
+    For calls that wait for other items of the executor. When they are made from the thread of a plain function, through
+    `trio.from_thread.run`, those items may need the very thing that the thread holds. It is lent before `waits` is
+    called, and the thread has it again before it goes on. On the event loop, where nothing is held, it just waits.
+
+    Args:
+        waits: an async function without arguments.
+
+    Returns:
+        What `waits` does.
+
+    Raises:
+        HandlerInterruptedError: (in a thread) the dispatch of the item was cancelled.
+        BaseException: what `waits` raised.
+    """
+    call = _call.get()
+    return await (waits() if call is None or call.is_over else call.lend(waits))
+
+
+class ThreadCall:
+    """One call of a plain function in a thread.
+
+    It is shielded: a function cannot be interrupted in a thread, so a cancelled dispatch waits for it. Only `abandon`
     opens the shield, after which a cancellation leaves the thread to itself.
+
+    Args:
+        threads: those that it is one of.
+        group: of calls that are interrupted together; it is in it while it is waited for.
+        profile: the function's.
+        key: of the item, for the log.
+        hold: what the thread holds while it runs, which it can lend. The caller ends it, unless the call is abandoned.
+        context: what the function runs in; nobody else does meanwhile.
+        function: takes nothing.
 
     Attributes:
         abandoned: whether the thread was left to itself.
+        seconds: how long the function has taken.
     """
 
-    def __init__(self, threads: "Threads", mailbox: Mailbox[Any], item: object, ended: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        threads: "Threads",
+        group: "set[ThreadCall]",
+        profile: "ExecProfile",
+        key: object,
+        hold: "Hold | None",
+        context: Context,
+        function: Callable[[], object],
+    ) -> None:
         self._threads = threads
-        self._mailbox = mailbox
-        self._item = item
-        self._ended = ended
+        self._group = group
+        self._profile = profile
+        self._key = key
+        self._hold = hold
+        self._context = context
+        self._function = function
         self._shield = trio.CancelScope(shield=True)
         self._token = trio.lowlevel.current_trio_token()
         self._error: BaseException | None = None
+        self._result: object = None
         self._over = False
+        self._scopes: set[trio.CancelScope] = set()
+        self._interrupted = False
         self.abandoned = False
+        self.seconds = 0.0
+
+    def record(self) -> None:
+        """Tell the profile how long the function has taken."""
+        self._profile.record(self.seconds, self._threads.perf_counter())
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the function has ended."""
+        return self._over
 
     def abandon(self) -> None:
         """Let the next cancellation leave the thread to itself."""
         self._shield.shield = False
 
-    async def run(self) -> None:
-        """Run the handler in a thread, and raise what it raised. Called once.
+    async def run(self, name: str) -> object:
+        """Run the function in a thread of that name; return and raise what it does. Called once.
 
-        Cancellation: `Cancelled` only after `abandon`. If the thread still runs then, `ended` is called on the event
-        loop once it has ended, unless the loop has gone before; an error of its handler goes to the log.
+        Cancellation: `Cancelled` only after `abandon`. If the thread still runs then, what it holds is released when it
+        has ended, unless the event loop has gone before; its result is dropped, an error of it goes to the log.
         """
         threads = self._threads
         started = threads.perf_counter()
         threads.calls.add(self)
+        self._group.add(self)
         try:
             with self._shield:
-                await trio.to_thread.run_sync(
-                    self._work, thread_name=self._mailbox.name, abandon_on_cancel=True, limiter=_unlimited
-                )
+                await trio.to_thread.run_sync(self._work, thread_name=name, abandon_on_cancel=True, limiter=_unlimited)
         except trio.Cancelled:
             self.abandoned = True
             if self._over:  # and the thread may have seen it abandoned, or not
                 self.abandoned = False
                 if self._error is not None:
                     raise self._error from None
-                return
-            logger.warning(
-                "abandoned the thread of handler %s for key %s, which has run for %.1f s",
-                threads.handler,
-                self._mailbox.label,
-                threads.perf_counter() - started,
-            )
-            raise
+            else:
+                threads.abandoned += 1
+                logger.warning(
+                    "abandoned the thread of handler %s for key %s, which has run for %.1f s",
+                    self._profile.name,
+                    printable(self._key),
+                    threads.perf_counter() - started,
+                )
+                raise
         finally:
             threads.calls.remove(self)
+            self._group.remove(self)
+            if self.abandoned and self._hold is not None:
+                self._hold.abandon()
+        return self._result
+
+    def interrupt(self) -> None:
+        """Cancel what the thread waits for in the library, now and later."""
+        self._interrupted = True
+        for scope in self._scopes:
+            scope.cancel()
+
+    async def lend(self, waits: Callable[[], Awaitable[T]]) -> T:
+        """Await what the thread waits for, while it lends what it holds."""
+        hold, scope = self._hold, trio.CancelScope()
+        if self._interrupted:
+            scope.cancel()
+        self._scopes.add(scope)
+        if len(self._scopes) == 1 and hold is not None:
+            hold.lend()
+        try:
+            with scope:
+                return await waits()
+        finally:
+            self._scopes.remove(scope)
+            if not self._scopes and hold is not None:
+                await hold.take_back()
+        raise HandlerInterruptedError(self._profile.name)
 
     def _work(self) -> None:
+        threads, context, function = self._threads, self._context, self._function
+        del self._context, self._function  # the context refers to this call
+        context.run(_call.set, self)
+        started = threads.perf_counter()
+        self._profile.begin(self, started)
         try:
-            # Not the caller's: what `on_error` sets there is nothing of this item's.
-            result = self._threads.context.copy().run(self._threads.function, self._item)
-            if result is not None and isawaitable(result):
-                refuse_awaitable(result, self._threads.awaitable_returned)
+            self._result = context.run(function)
         except BaseException as error:
             self._error = error
             raise
         finally:
+            self.seconds = threads.perf_counter() - started
+            self._profile.end(self)
             self._over = True
+            if self._hold is not None:
+                self._hold.end_in_thread()
             if self.abandoned:
                 try:
                     self._token.run_sync_soon(self._end_late)
@@ -173,75 +301,35 @@ class ThreadCall:
 
     def _end_late(self) -> None:
         if self.abandoned:
+            self._threads.late += 1
             self._report_late()
-            self._ended()
+            if self._hold is not None:
+                self._hold.end()
 
     def _report_late(self) -> None:
         # `Cancelled` is what `trio.from_thread.check_cancelled` raises in a handler that asks how it stands.
         if self._error is not None and not isinstance(self._error, trio.Cancelled):
-            logger.error(
-                "abandoned handler %s failed for key %s",
-                self._threads.handler,
-                self._mailbox.label,
-                exc_info=self._error,
-            )
+            key = printable(self._key)
+            logger.error("abandoned handler %s failed for key %s", self._profile.name, key, exc_info=self._error)
 
 
 class Threads:
-    """The calls in threads of one dispatch.
+    """The calls in threads of one executor.
 
     Args:
-        function: takes an item.
-        handler: its name.
-        awaitable_returned: what is wrong if it returns an awaitable.
-        perf_counter: seconds, to measure how long a thread has run.
-        context: copied for each call.
+        perf_counter: seconds, to measure how long functions take.
+
+    Attributes:
+        calls: those that run and are waited for.
+        abandoned: how many were left to themselves, in all.
+        late: how many of those have ended since; their results were dropped.
     """
 
-    def __init__(
-        self,
-        function: Callable[[Any], object],
-        handler: str,
-        awaitable_returned: str,
-        perf_counter: Callable[[], float],
-        context: Context,
-    ) -> None:
-        self.context = context
-        self.function = function
-        self.handler = handler
-        self.awaitable_returned = awaitable_returned
+    def __init__(self, perf_counter: Callable[[], float]) -> None:
         self.perf_counter = perf_counter
         self.calls: set[ThreadCall] = set()
-
-    def prepare(self, mailbox: Mailbox[Any], item: object, ended: Callable[[], object]) -> ThreadCall:
-        """Prepare a call; `ended` is told if its thread is abandoned and ends later."""
-        return ThreadCall(self, mailbox, item, ended)
-
-    async def call_blocking(self, mailbox: Mailbox[Any], item: Any, discard: Callable[[Any], object]) -> None:
-        """Call the function in a thread that counts against Trio's default thread limiter.
-
-        Cancellation: until the thread starts, at once; the item goes to `discard`.
-        """
-        limiter = trio.to_thread.current_default_thread_limiter()
-        borrower = object()
-        release = partial(limiter.release_on_behalf_of, borrower)
-        try:
-            await limiter.acquire_on_behalf_of(borrower)
-            try:
-                # The limiter does not look once it has given a token, and a call is shielded from its start.
-                await trio.lowlevel.checkpoint_if_cancelled()
-            except trio.Cancelled:
-                release()
-                raise
-        except trio.Cancelled:
-            discard(item)
-            raise
-        call = self.prepare(mailbox, item, release)
-        try:
-            await call.run()
-        finally:
-            if not call.abandoned:
-                release()
+        self.abandoned = 0
+        self.late = 0
 
     def abandon(self) -> None:
         """Let the next cancellation leave all threads to themselves."""

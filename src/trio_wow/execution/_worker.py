@@ -9,7 +9,7 @@ import trio
 
 from trio_wow.execution._mailbox import Mailbox
 
-__all__ = ["Worker", "Workers"]
+__all__ = ["Worker", "WorkerHold", "Workers"]
 
 
 class _Lane(Protocol):
@@ -28,6 +28,76 @@ class _CancelStatus(Protocol):
     def effectively_cancelled(self) -> bool: ...
 
 
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+class WorkerHold:
+    """A worker in the hands of one thread, or of one mailbox's threads in a row.
+
+    Args:
+        worker: whom to hold; see `Worker.hold`.
+        owner: who holds it: a mailbox, or a task.
+        task: who waits for the threads, and may go on while they have the worker.
+        outside: the cancel status outside the handler's own scopes.
+    """
+
+    __slots__ = ("_outside", "_owner", "_worker", "task")
+
+    def __init__(self, worker: "Worker", owner: _Named, task: trio.lowlevel.Task, outside: _CancelStatus) -> None:
+        self._worker = worker
+        self._owner = owner
+        self._outside = outside
+        self.task = task
+
+    @property
+    def name(self) -> str:
+        """What holds it, for messages. Put together when asked for."""
+        return self._owner.name
+
+    async def acquire(self) -> None:
+        """Take the worker, once nobody else's thread has it, and those whose turn it is have had that.
+
+        Cancellation: the worker is not taken.
+        """
+        worker = self._worker
+        if worker.lanes and not worker.taken:
+            worker.start_lane()
+        starting = worker.starting
+        while worker.is_resuming or (starting is not None and worker.starting is starting):
+            await trio.lowlevel.checkpoint()
+        await self.take_back()
+        try:
+            await trio.lowlevel.checkpoint_if_cancelled()
+        except trio.Cancelled:
+            self.end()
+            raise
+
+    def end(self) -> None:
+        """See `Hold`."""
+        self._worker.release(self)
+
+    lend = end
+
+    def end_in_thread(self) -> None:
+        """See `Hold`. Workers belong to the event loop."""
+
+    def abandon(self) -> None:
+        """See `Hold`."""
+        if self._worker.holder is self:
+            self._worker.abandon()
+
+    async def take_back(self) -> None:
+        """See `Hold`."""
+        worker = self._worker
+        while worker.holder is not None:
+            if worker.abandoned or self._outside.effectively_cancelled:
+                return
+            await worker.wait_free(self._outside)
+        worker.hold(self)
+
+
 class Worker:
     """A slot of capacity. A mailbox computes while its worker is not held by another one's thread.
 
@@ -40,7 +110,7 @@ class Worker:
         index: its place among the workers.
         queued: mailboxes in its lanes.
         runners: tasks scheduled on the loop to serve its lanes.
-        holder: the mailbox whose thread computes on it.
+        holder: whose thread computes on it.
         taken: a thread holds it, or mailboxes that were let go first have not resumed yet.
         starting: the lane whose runner is scheduled and has not had its first step, in which it gives the turn on.
         abandoned: it is held by a thread that nobody waits for.
@@ -66,7 +136,7 @@ class Worker:
         self.index = index
         self.queued = 0
         self.runners = 0
-        self.holder: Mailbox[object] | None = None
+        self.holder: WorkerHold | None = None
         self.taken = False
         self.starting: _Lane | None = None
         self.abandoned = False
@@ -86,14 +156,19 @@ class Worker:
             return "abandoned" if self.abandoned else "held"
         return "running" if self.runners or self._let_go else "idle"
 
-    def hold(self, mailbox: Mailbox[object]) -> None:
-        """Give the worker, which must not be taken, to a mailbox's thread."""
-        self.holder = mailbox
+    @property
+    def is_resuming(self) -> bool:
+        """Whether mailboxes that were let go have not resumed yet."""
+        return bool(self._let_go)
+
+    def hold(self, holder: WorkerHold) -> None:
+        """Give the worker, which no thread must hold, to one."""
+        self.holder = holder
         self.taken = True
 
-    def release(self, mailbox: Mailbox[object]) -> None:
-        """Take the worker back from a mailbox's thread; nothing if it does not hold it."""
-        if self.holder is not mailbox:
+    def release(self, holder: WorkerHold) -> None:
+        """Take the worker back from a thread; nothing if it does not hold it."""
+        if self.holder is not holder:
             return
         self.holder = None
         self.abandoned = False
@@ -170,7 +245,7 @@ class Worker:
         await trio.lowlevel.wait_task_rescheduled(interrupt)
         if task in self._let_go:
             self._let_go.remove(task)
-            if not self._let_go:
+            if not self._let_go and self.holder is None:
                 self.taken = False
                 self.start_lane()
 

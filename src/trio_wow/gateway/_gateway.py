@@ -5,9 +5,10 @@ from math import inf
 from typing import Any
 
 import trio
+from attrs import evolve
 
 from trio_wow.buses import CommandBus
-from trio_wow.dispatch import CommandResults
+from trio_wow.dispatch import CommandResults, waits_for
 from trio_wow.domain import Domain
 from trio_wow.errors import (
     AdmissionClosedError,
@@ -15,6 +16,7 @@ from trio_wow.errors import (
     RuntimeStateError,
     WaitTimeoutError,
 )
+from trio_wow.execution import lent
 from trio_wow.messages import DEFAULT_TENANT, CommandMessage, CommandResult, Stage
 from trio_wow.runtime import Admission, RuntimeContext
 
@@ -97,8 +99,9 @@ class CommandGateway:
     ) -> CommandResult:
         """Send a command, and wait until it has reached a stage.
 
-        Never wait for a command to the aggregate whose message is being handled: it cannot begin before the handler has
-        returned, so the wait ends only by its timeout.
+        Called by a plain function in its thread, through `trio.from_thread.run`, the thread lends its worker or its
+        place in the pool meanwhile. A command function must not wait for a command to its own aggregate, nor to one
+        whose command function waits for it: that one could not begin before this one has returned.
 
         Args:
             command: as for `send`.
@@ -116,6 +119,8 @@ class CommandGateway:
         Raises:
             WaitTimeoutError: the stage was not reached in time.
             WaitAbandonedError: the runtime stopped first.
+            SelfWaitError: the aggregate is one of those that wait for the caller.
+            HandlerInterruptedError: (in a thread) the message that the function handles was cancelled.
             ValueError: `timeout` is not a positive number, or `expected_version` no version.
             TypeError: `until` is no `Stage`.
             WowError: as for `send`.
@@ -127,10 +132,16 @@ class CommandGateway:
         if not 0 < timeout <= inf:
             raise ValueError(f"timeout must be a positive number of seconds, not {timeout!r}")
         message = self._message(command, request_id, tenant, headers, expected_version)
-        with self.results.expecting(message.id) as wait, trio.move_on_after(timeout):
-            sent = await self._send(message)
-            return sent if until is Stage.SENT else await wait.wait()
-        raise WaitTimeoutError(message.id, until.name, timeout)
+        if until is not Stage.SENT and self._admission is not None and self._admission.is_inside():
+            message = evolve(message, headers={**message.headers, **waits_for(message.aggregate_id)})
+
+        async def send_and_wait() -> CommandResult:
+            with self.results.expecting(message.id) as wait, trio.move_on_after(timeout):
+                sent = await self._send(message)
+                return sent if until is Stage.SENT else await wait.wait()
+            raise WaitTimeoutError(message.id, until.name, timeout)
+
+        return await lent(send_and_wait)
 
     async def prepare(self, context: RuntimeContext, /) -> None:
         """See `RuntimeComponent.prepare`.
