@@ -121,10 +121,14 @@ def app_of(store: SqliteStore, *processors: object, **options: Retry | FailureSt
 
 @asynccontextmanager
 async def failed(app: App) -> AsyncIterator[FailedExecution]:
-    """Serve, let the second of three steps fail, and give its failure."""
-    async with app.serving(app.runtime(signals=False, shutdown_quiet_period=0)) as gateway:
+    """Serve, let the second of three steps fail, and give its failure when all of them have been handled."""
+    runtime = app.runtime(signals=False, shutdown_quiet_period=0)
+    async with app.serving(runtime) as gateway:
         for number in (1, 2, 3):
             await gateway.send_and_wait(Step("a", number))
+        with trio.fail_after(30):
+            while runtime.statistics().leases:  # noqa: ASYNC110 - the functions run beside
+                await trio.sleep(0.01)
         yield await first_failure(app)
 
 
