@@ -149,13 +149,14 @@ def test_every_function_that_is_registered_has_a_profile() -> None:
         registry.register(processor)
     registry.seal()
     profiles = {profile.name: profile for profile in registry.profiles()}
-    assert profiles.keys() == PLAIN | ASYNC
+    built_in = {"Thing.DeleteAggregate", "Thing.RecoverAggregate"}
+    assert profiles.keys() == PLAIN | ASYNC | built_in
     assert {name for name, profile in profiles.items() if profile.is_async} == ASYNC
     assert {name: profile.exec_class.value for name, profile in profiles.items() if profile.pinned} == {
         "View.on_done": "inline",  # what a projection changes in memory is shared by all aggregates
         "View.on_state": "pool",
         "Rows.on_done": "pool",  # the store's own thread
-        **dict.fromkeys(ASYNC, "inline"),
+        **dict.fromkeys(ASYNC | built_in, "inline"),
     }
 
 

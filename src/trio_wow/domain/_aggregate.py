@@ -15,6 +15,7 @@ from trio_wow.errors import (
     AggregateNotFoundError,
     UnsourcedEventError,
 )
+from trio_wow.execution import inline
 from trio_wow.messages import DEFAULT_TENANT, AggregateId, check_name, message_type
 
 __all__ = [
@@ -325,7 +326,7 @@ def _check_state(cls: type, *, has_snapshots: bool) -> None:
 
 
 def _always(event: object) -> Callable[..., object]:
-    return lambda _state, _command: event
+    return inline(lambda _state, _command: event)
 
 
 def _check_command(command: type, where: str) -> None:
