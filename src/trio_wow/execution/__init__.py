@@ -1,4 +1,4 @@
-"""Keyed execution: items of one key in order, different keys in parallel. Knows nothing of messages."""
+"""Keyed execution: items of one key in order, different keys in parallel; and in groups. Knows nothing of messages."""
 
 from trio_wow.execution._blocking import running_function as running_function
 from trio_wow.execution._errors import split_cancelled as split_cancelled
@@ -6,6 +6,11 @@ from trio_wow.execution._executor import KeyedExecutor as KeyedExecutor
 from trio_wow.execution._leaks import no_leaked_scope as no_leaked_scope
 from trio_wow.execution._plain import is_async as is_async
 from trio_wow.execution._plain import refuse_awaitable as refuse_awaitable
+from trio_wow.execution._scheduler import AggregateScheduler as AggregateScheduler
+from trio_wow.execution._scheduler import AggregateSchedulerStatistics as AggregateSchedulerStatistics
+from trio_wow.execution._scheduler import AggregateSchedulerSupplier as AggregateSchedulerSupplier
+from trio_wow.execution._scheduler import BorrowedAggregateSchedulerSupplier as BorrowedAggregateSchedulerSupplier
+from trio_wow.execution._scheduler import group_key as group_key
 from trio_wow.execution._source import BatchSource as BatchSource
 from trio_wow.execution._source import DemandSource as DemandSource
 from trio_wow.execution._statistics import Backlog as Backlog
@@ -16,8 +21,12 @@ from trio_wow.execution._threads import blocking as blocking
 from trio_wow.execution._threads import direct as direct
 
 __all__ = [
+    "AggregateScheduler",
+    "AggregateSchedulerStatistics",
+    "AggregateSchedulerSupplier",
     "Backlog",
     "BatchSource",
+    "BorrowedAggregateSchedulerSupplier",
     "DemandSource",
     "DispatchStatistics",
     "KeyedExecutor",
@@ -25,6 +34,7 @@ __all__ = [
     "WorkerStatistics",
     "blocking",
     "direct",
+    "group_key",
     "is_async",
     "no_leaked_scope",
     "refuse_awaitable",

@@ -97,6 +97,30 @@ class KeyedExecutor:
             _shared.set(executor)
         return executor
 
+    def sibling(self, name: str, workers: int | None = None) -> "KeyedExecutor":
+        """Return a new executor with the settings of this one and a life and workers of its own.
+
+        Args:
+            name: the new one's.
+            workers: how many it has; `None` for as many as this one.
+
+        Raises:
+            ValueError: `workers` is not a positive `int`.
+        """
+        return KeyedExecutor(
+            workers=len(self._workers.all) if workers is None else workers,
+            max_in_flight=self._max_in_flight,
+            throughput=self._throughput,
+            blocking_calls=self._blocking_calls,
+            perf_counter=self._perf_counter,
+            name=name,
+        )
+
+    @property
+    def perf_counter(self) -> Callable[[], float]:
+        """As given."""
+        return self._perf_counter
+
     def __repr__(self) -> str:
         return (
             f"<KeyedExecutor {self._name!r}: workers={len(self._workers.all)}, max_in_flight={self._max_in_flight}, "
