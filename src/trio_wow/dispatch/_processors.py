@@ -2,7 +2,7 @@
 
 import logging
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from inspect import isawaitable
 from typing import Any, Protocol, TypeVar, cast
@@ -276,7 +276,7 @@ class ProcessorDispatcher(MessageDispatcher[M]):
         context = self._prepared()
         source = StoreSource(store, self._progress, context, self._count_dropped, self._advance)
         while True:
-            await context.executor.dispatch(source, key=_aggregate_of, handler=self._handle_stored)
+            await context.executor.dispatch(source, key=self._chain_of_stored, handler=self._handle_stored)
             await self._advance(store)
             if context.stop_requested.is_set():
                 return
@@ -284,6 +284,9 @@ class ProcessorDispatcher(MessageDispatcher[M]):
                 break
         self._is_live = True
         self._caught_up.set()
+
+    def _chain_of_stored(self, record: RecordedStream) -> Hashable:
+        return self._chain_of(record.aggregate_id)
 
     async def _handle_stored(self, record: RecordedStream) -> None:
         lease = self._prepared().try_acquire("stored stream for %s", self.name)
@@ -525,10 +528,6 @@ def _transactional(processor: BoundProcessor) -> tuple[Progress, CheckpointStore
     if progress is None or progress.checkpoints is None:
         raise RuntimeError(f"{processor.name} takes a transaction, but there is no store to make one")
     return progress, progress.checkpoints
-
-
-def _aggregate_of(record: RecordedStream) -> AggregateId:
-    return record.aggregate_id
 
 
 def _aggregate_called(calling: _Calling) -> AggregateId:
