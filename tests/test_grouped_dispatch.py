@@ -3,19 +3,26 @@
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 import trio
 from chain_domain import Answering, Chain, Everything, Note, Notebook, Step, Stepped, Steps, registry_of
-from support import interleaving, task_names
+from support import collect, interleaving, task_names
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from trio_wow import App, CommandGateway, StateEvent, event_processor, on_event, on_state_event
 from trio_wow.buses import InMemoryDomainEventBus, InMemoryStateEventBus
-from trio_wow.dispatch import EventDispatcher, GroupedScheduling, ProjectionDispatcher, Retry
+from trio_wow.dispatch import EventDispatcher, GroupedScheduling, Handler, Handling, ProjectionDispatcher, Retry
 from trio_wow.domain import Domain
-from trio_wow.errors import HandlerExitError, SchedulerClosedError, ShutdownDeadlineError, VersionConflictError
+from trio_wow.errors import (
+    HandlerExitError,
+    SchedulerClosedError,
+    ShutdownDeadlineError,
+    VersionConflictError,
+    WaitTimeoutError,
+)
 from trio_wow.eventsourcing import AggregateRepository, InMemoryEventStore
 from trio_wow.execution import AggregateSchedulerSupplier, KeyedExecutor, group_key
 from trio_wow.messages import AggregateId, DomainEventStream
@@ -191,6 +198,23 @@ class TestDifferences:
             for n in range(5):
                 await gateway.send(Step(str(n)))
         assert trio.current_time() - started == pytest.approx(seconds)
+
+    @pytest.mark.parametrize(("groups", "error"), [(None, None), (GROUPS, WaitTimeoutError)])
+    async def test_a_function_that_waits_for_an_id_of_its_group_waits_for_itself(
+        self, autojump_clock: MockClock, groups: int | None, error: type[Exception] | None
+    ) -> None:
+        raised: list[BaseException | None] = []
+
+        async def asking(handling: Handling, proceed: Handler) -> object:
+            if handling.message.aggregate_id.id == ONE:
+                await collect(partial(gateway.send_and_wait, Step(NEIGHBOUR), timeout=5), raised)
+            return await proceed(handling)
+
+        scheduling = None if groups is None else GroupedScheduling(groups=groups)
+        app = App([Chain], filters=[asking], scheduling=scheduling)
+        async with serving(app) as gateway:
+            assert (await gateway.send_and_wait(Step(ONE))).version == 1
+        assert [None if each is None else type(each) for each in raised] == [error]
 
     async def test_named_aggregates_share_no_chain_and_no_window(self, autojump_clock: MockClock) -> None:
         class Stuck(InMemoryEventStore):

@@ -1,10 +1,12 @@
 """The aggregate scheduler and its suppliers; source document: seed 003."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
+from pathlib import Path
 
 import pytest
 import trio
@@ -348,3 +350,13 @@ class TestSupplier:
         assert ran == [1]
         with pytest.raises(SchedulerClosedError):
             borrowed.get_or_initialize("order")
+
+
+def test_the_program_of_the_docs_runs() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "scheduling.md").read_text()
+    program = re.findall(r"```python\n(import trio\n.*?)```", page, re.DOTALL)[0]
+    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    for order in ("tea", "cup"):
+        assert [line for line in lines if line.startswith(order)] == [f"{order} {step}" for step in range(3)]
