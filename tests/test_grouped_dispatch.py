@@ -12,7 +12,7 @@ from chain_domain import Answering, Chain, Everything, Note, Notebook, Step, Ste
 from support import collect, interleaving, task_names
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from trio_wow import App, CommandGateway, StateEvent, event_processor, on_event, on_state_event
+from trio_wow import App, CommandGateway, StateEvent, event_processor, on_event, on_state_event, projection
 from trio_wow.buses import InMemoryDomainEventBus, InMemoryStateEventBus
 from trio_wow.dispatch import EventDispatcher, GroupedScheduling, Handler, Handling, ProjectionDispatcher, Retry
 from trio_wow.domain import Domain
@@ -215,6 +215,26 @@ class TestDifferences:
         async with serving(app) as gateway:
             assert (await gateway.send_and_wait(Step(ONE))).version == 1
         assert [None if each is None else type(each) for each in raised] == [error]
+
+    @pytest.mark.parametrize(("groups", "seconds"), [(None, 1), (1, 5)])
+    async def test_catching_up_keeps_to_the_groups(
+        self, autojump_clock: MockClock, groups: int | None, seconds: float
+    ) -> None:
+        @projection
+        class Slow:
+            @on_event
+            async def stepped(self, event: Stepped) -> None:
+                await trio.sleep(1)
+
+        domain = Domain([Chain])
+        store = InMemoryEventStore(domain.serializer)
+        async with serving(App(domain, store=store)) as gateway:
+            for n in range(5):
+                await gateway.send(Step(str(n)))
+        started = trio.current_time()
+        scheduling = None if groups is None else GroupedScheduling(groups=groups)
+        async with serving(App(domain, [Slow()], store=store, scheduling=scheduling)):
+            assert trio.current_time() - started == pytest.approx(seconds)
 
     async def test_named_aggregates_share_no_chain_and_no_window(self, autojump_clock: MockClock) -> None:
         class Stuck(InMemoryEventStore):

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
@@ -144,8 +145,6 @@ class TestSchedule:
 
     async def test_a_blocking_call_names_the_work(self) -> None:
         def sleeps() -> None:
-            import time
-
             time.sleep(0)
 
         with pytest.raises(ExceptionGroup) as caught:
@@ -201,6 +200,16 @@ class TestStatistics:
 
         await carts.dispatch(ListSource([7]), key=itself, handler=handler)
         assert carts.statistics().latency == pytest.approx(7)
+
+    async def test_a_schedulers_executor_has_the_settings_of_its_model(self, nursery: trio.Nursery) -> None:
+        like = KeyedExecutor(workers=3, max_in_flight=5, throughput=7, blocking_calls="allow")
+        assert repr(like.sibling("a")) == repr(like).replace("wow-dispatch", "a")
+        assert repr(like.sibling("a", 2)) == repr(like).replace("wow-dispatch", "a").replace("workers=3", "workers=2")
+        scheduler = AggregateScheduler("orders", nursery=nursery, like=like)
+        assert repr(scheduler) == "<AggregateScheduler 'orders'>"
+        scheduler.schedule("a", partial(time.sleep, 0))
+        await scheduler.stop_gracefully()
+        assert repr(scheduler) == "<AggregateScheduler 'orders': closed>"
 
     async def test_a_handler_keeps_its_name(self, nursery: trio.Nursery) -> None:
         executor = KeyedExecutor()
