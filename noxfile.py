@@ -25,7 +25,8 @@ PYTHONS = [version for version in DECLARED if _works(version)] or None
 def tests(session: nox.Session) -> None:
     """Run the tests that need no service."""
     session.install(".[examples]", *nox.project.dependency_groups(PYPROJECT, "test"))
-    session.run("pytest", *session.posargs)
+    # Handed out one by one, or else the long ones could be the last of one process; for a debugger say `-- -n 0`.
+    session.run("pytest", "--numprocesses=2", "--maxschedchunk=1", *session.posargs)
 
 
 @nox.session

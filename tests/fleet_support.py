@@ -21,6 +21,13 @@ ENVIRONMENT = {
 
 posix = pytest.mark.skipif(os.name != "posix", reason="sends signals to a process")
 
+RETRIES_FOLLOW_AT_ONCE = """
+from trio_wow.dispatch import Retry
+
+Retry.__init__.__kwdefaults__.update(backoff=0.0, jitter=0.0)
+"""
+"""What `conftest.py` says for its own process; a test proves no more by waiting for some seconds."""
+
 
 def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """Run the replay to its end."""
@@ -37,5 +44,5 @@ def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 def driver(folder: Path, text: str) -> Path:
     """Write a program that can import the example, and change it."""
     path = folder / "driver.py"
-    path.write_text(f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r})\n{text}")
+    path.write_text(f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r})\n{RETRIES_FOLLOW_AT_ONCE}\n{text}")
     return path

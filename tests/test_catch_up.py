@@ -21,8 +21,10 @@ from trio_wow import (
     InMemoryCommandBus,
     InMemoryDomainEventBus,
     InMemoryEventStore,
+    StateEvent,
     event_processor,
     on_event,
+    on_state_event,
     projection,
     saga,
 )
@@ -348,6 +350,34 @@ class TestFailures:
             "LookupError: no address 2"
             for attempts in (4, 5)  # what has failed for good is tried once more with the next, not four times
         ]
+
+    @pytest.mark.parametrize("state_events", [False, True], ids=["events", "states"])
+    async def test_each_event_behind_a_failed_one_reads_that_and_not_all_between(self, state_events: bool) -> None:
+        @event_processor
+        class States(Mails):
+            @on_state_event
+            async def stepped(self, event: StateEvent[Chain]) -> None:  # type: ignore[override]
+                await super().stepped(DomainEvent(Stepped(event.state.steps[-1]), 1, event.stream))
+
+        class Counting(DurableStore):
+            read = 0
+
+            async def load(self, *arguments: Any, **options: Any) -> Sequence[DomainEventStream]:
+                streams = await super().load(*arguments, **options)
+                self.read += len(streams)
+                return streams
+
+        store = await filled(*(stepped("a", number, number) for number in range(1, 101)))
+        store.__class__ = Counting
+        assert isinstance(store, Counting)
+        mails = (States if state_events else Mails)(failing={1})
+        app = App(DOMAIN, [mails], store=store)
+        await serve_until_caught_up(app)
+        assert store.read < 200
+        mails.failing.clear()
+        async with app.serving(quick(app)):
+            await app.gateway.send_and_wait(Step("a", 101))
+        assert mails.sent == [("a", number) for number in range(1, 102)]
 
     async def test_what_succeeded_of_a_failed_stream_is_not_run_again(self) -> None:
         ran: list[str] = []

@@ -47,6 +47,7 @@ from trio_wow.dispatch import CommandDispatcher, CommandResults, FunctionRegistr
 from trio_wow.domain import Domain
 from trio_wow.errors import (
     AdmissionClosedError,
+    AppendOutcomeUnknownError,
     CommandFailedError,
     ConfigurationError,
     HandlerExitError,
@@ -195,6 +196,26 @@ class TestCommands:
         assert steps.of == {"a": [7]}
         assert not caplog.records
 
+    async def test_an_append_that_is_not_known_stays_so_when_the_store_cannot_be_asked_either(self) -> None:
+        class CutOff(InMemoryEventStore):
+            appended = False
+
+            async def append(self, stream: DomainEventStream) -> None:
+                await super().append(stream)
+                self.appended = True
+                raise AppendOutcomeUnknownError(stream.aggregate_id, stream.version)
+
+            async def load_request(self, aggregate_id: AggregateId, request_id: str) -> DomainEventStream | None:
+                if self.appended:
+                    raise StoreLockedError("here", "locked")
+                return await super().load_request(aggregate_id, request_id)
+
+        domain = Domain([Chain])
+        async with serving(App(domain, store=CutOff(domain.serializer))) as gateway:
+            result = await gateway.send_and_wait(Step("a"))
+        assert result.error is not None
+        assert (result.error.code, result.error.undecided) == ("AppendOutcomeUnknownError", True)
+
     async def test_a_store_that_cannot_be_used_is_told_without_a_traceback(
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -281,7 +302,10 @@ class TestCommands:
             runtime.request_stop()
         assert log == ["append", "publish", "processed"]
 
-    async def test_a_function_that_leaves_a_scope_open_fails_its_command_before_anything_is_stored(self) -> None:
+    @pytest.mark.parametrize("is_async", [True, False], ids=["async", "plain"])
+    async def test_a_function_that_leaves_a_scope_open_fails_its_command_before_anything_is_stored(
+        self, is_async: bool
+    ) -> None:
         @frozen
         class Leak:
             id: str
@@ -295,11 +319,20 @@ class TestCommands:
         class Leaky:
             id: str
 
-            @on_command
-            async def leak(self, command: Leak) -> Leaked:
-                trio.CancelScope().__enter__()
-                await trio.lowlevel.checkpoint()
-                return Leaked()
+            if is_async:
+
+                @on_command
+                async def leak(self, command: Leak) -> Leaked:
+                    trio.CancelScope().__enter__()
+                    await trio.lowlevel.checkpoint()
+                    return Leaked()
+
+            else:
+
+                @on_command
+                def leak(self, command: Leak) -> Leaked:  # type: ignore[misc]
+                    trio.CancelScope().__enter__()
+                    return Leaked()
 
             @on_sourcing
             def leaked(self, event: Leaked) -> None: ...
@@ -413,13 +446,24 @@ class TestCommands:
 
 
 class TestProcessors:
-    async def test_a_function_that_leaves_a_scope_open_fails_alone(self, caplog: pytest.LogCaptureFixture) -> None:
+    @pytest.mark.parametrize("is_async", [True, False], ids=["async", "plain"])
+    async def test_a_function_that_leaves_a_scope_open_fails_alone(
+        self, caplog: pytest.LogCaptureFixture, is_async: bool
+    ) -> None:
         @event_processor
         class Leaky:
-            @on_event
-            async def stepped(self, event: Stepped) -> None:
-                trio.CancelScope().__enter__()
-                await trio.lowlevel.checkpoint()
+            if is_async:
+
+                @on_event
+                async def stepped(self, event: Stepped) -> None:
+                    trio.CancelScope().__enter__()
+                    await trio.lowlevel.checkpoint()
+
+            else:
+
+                @on_event
+                def stepped(self, event: Stepped) -> None:  # type: ignore[misc]
+                    trio.CancelScope().__enter__()
 
         steps = Steps()
         async with serving(App([Chain], [Leaky(), steps])) as gateway:

@@ -1,9 +1,10 @@
 """The laws of aggregates, processors and the application's registry."""
 
 import math
+import sys
 from collections.abc import Callable
 from functools import wraps
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, Protocol, TypeVar
 
 import attrs
 import pytest
@@ -31,7 +32,7 @@ from trio_wow.errors import (
     UnroutableCommandError,
     UnsourcedEventError,
 )
-from trio_wow.messages import AggregateId, DomainEvent, DomainEventStream, message_type
+from trio_wow.messages import AggregateId, CommandMessage, DomainEvent, DomainEventStream, StateEvent, message_type
 
 T = TypeVar("T")
 
@@ -279,6 +280,10 @@ class Parcel(Generic[T]):
     id: T
 
 
+class Sized(Protocol):
+    size: int
+
+
 UNUSABLE = [
     pytest.param(Open | None, "must name one message class", id="optional"),
     pytest.param(list[Open], "must name one message class", id="list"),
@@ -291,6 +296,12 @@ UNUSABLE = [
     pytest.param("Missing", "import the class at module level", id="unknown name"),
     pytest.param("attrs.Missing", "import the class at module level", id="unknown attribute"),
     pytest.param("Open |", "", id="no expression"),
+    pytest.param(
+        CommandMessage, "not CommandMessage; what a message travels in may be a further", id="command message"
+    ),
+    pytest.param(DomainEventStream, "not DomainEventStream; what a message travels in", id="stream"),
+    pytest.param(StateEvent[Plain], "not StateEvent; what a message travels in", id="envelope of another kind"),
+    pytest.param(Sized, "Sized cannot say which classes inherit from it", id="protocol"),
 ]
 MARKS = pytest.mark.parametrize("mark", [on_command, on_sourcing, on_event], ids=lambda mark: mark.__name__)
 
@@ -530,6 +541,23 @@ class TestProcessorModel:
             ("opened_again", (Opened,), True),
         )
 
+    @pytest.mark.skipif(sys.version_info < (3, 12), reason="`type` statements came with Python 3.12")
+    def test_type_aliases_are_resolved_wherever_they_stand(self) -> None:
+        scope: dict[str, Any] = {"Opened": Opened, "Closed": Closed, "DomainEvent": DomainEvent}
+        exec("type One = Opened; type Two = One | Closed; type Envelope = DomainEvent[Two]; type No = Missing", scope)
+        one, two, domain_event = scope["One"], scope["Two"], scope["DomainEvent"]
+        for annotation, handles, takes_envelope in (
+            (two, (Opened, Closed), False),
+            (one | Closed, (Opened, Closed), False),
+            (domain_event[one], (Opened,), True),
+            (domain_event[Closed | one], (Closed, Opened), True),
+            (scope["Envelope"], (Opened, Closed), True),
+        ):
+            cls = projection(type("Listing", (), {"on": on_event(taking(annotation))}))
+            assert functions_of(cls()) == (("on", handles, takes_envelope),)
+        with pytest.raises(TypeError, match=r"Listing.on: .* cannot be resolved \(name 'Missing' is not defined\)"):
+            projection(type("Listing", (), {"on": on_event(taking(domain_event[scope["No"]]))}))
+
     def test_subclass_inherits_and_overrides_functions(self) -> None:
         @projection
         class More(Balances):
@@ -573,7 +601,7 @@ class TestProcessorModel:
         ):
             projection(type("Mailer", (), {"wrong": on_event(taking(DomainEvent))}))
 
-    @pytest.mark.parametrize("inner", [object, Any, T, list[Opened], DomainEvent[Opened]], ids=str)
+    @pytest.mark.parametrize("inner", [object, Any, T, list[Opened], DomainEvent, DomainEvent[Opened]], ids=str)
     def test_envelope_around_no_single_class_is_refused(self, inner: Any) -> None:
         with pytest.raises(TypeError, match=r"Mailer\.wrong.*must name one message class"):
             projection(type("Mailer", (), {"wrong": on_event(taking(DomainEvent[inner]))}))

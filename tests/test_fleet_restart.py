@@ -201,7 +201,9 @@ def test_a_second_ctrl_c_forces_and_nothing_is_lost(data: Path, store: Path, cle
         process.read_until("stopping:")
         process.send(signal.SIGINT)
         code, output, errors = process.finish()
-    assert (code, errors) == (130, "")
+    # On a slow machine the second one also finds flights of other aircraft between their append and their publication.
+    torn = r"version \d+ of \S+ is stored but not published, and its command not acknowledged: the runtime is ending"
+    assert (code, [line for line in errors.splitlines() if not re.fullmatch(torn, line)]) == (130, [])
     assert output.startswith("forced to stop: ")
     assert output.endswith("; run the same command again to finish\n")
     done = run(data, "--store", store)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from itertools import islice, repeat
 from typing import Any
 
@@ -10,6 +10,7 @@ import pytest
 import trio
 from attrs import define, evolve, field, frozen
 from chain_domain import Chain, Step, Stepped, Steps, registry_of
+from support import a_cancelled, collect
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from trio_wow import (
@@ -50,7 +51,9 @@ from trio_wow.errors import (
     RuntimeStateError,
     SerializationError,
     StoreLockedError,
+    TenantMismatchError,
     VersionConflictError,
+    WaitAbandonedError,
 )
 from trio_wow.eventsourcing import FailedExecution, InMemoryEventStore, InMemoryFailureStore, Recording
 from trio_wow.execution import KeyedExecutor
@@ -131,7 +134,9 @@ class Account:
         self.balance += event.amount if isinstance(event, Deposited) else -event.amount
 
     @on_error
-    async def failed(self, error: CommandRejectedError | ValueError, command: Withdraw, headers: Headers) -> None:
+    async def failed(
+        self, error: CommandRejectedError | TenantMismatchError, command: Withdraw, headers: Headers
+    ) -> None:
         told.append((str(error), command.amount, self.balance, dict(headers)))
 
 
@@ -217,6 +222,49 @@ class TestWhatFunctionsTake:
             class Wrong:  # type: ignore[no-redef]
                 @on_event
                 def on(self, event: Opened, *rest: Fees) -> None: ...
+
+    def test_the_state_of_another_aggregate_is_refused(self) -> None:
+        @frozen
+        class Move:
+            id: str
+
+        def other(context: str, handles: type) -> Any:
+            @aggregate(context=context)
+            @define
+            class Account:
+                id: str
+
+                @on_command
+                def decide(self, command: handles) -> Opened:  # type: ignore[valid-type]
+                    return Opened()
+
+                @on_sourcing
+                def opened(self, event: Opened) -> None: ...
+
+            return Account
+
+        namesake = other("elsewhere", Move)
+
+        @event_processor
+        class Wrong:
+            @on_event
+            def opened(self, event: Opened, chain: Chain) -> None: ...
+
+            @on_event
+            def both(self, event: Opened, state: Account) -> None: ...
+
+            @on_state_event
+            def of(self, state: Account, chain: Chain) -> None: ...
+
+        never = "what it handles happens to {} and never to that; take another state, or none"
+        with pytest.raises(ConfigurationError) as caught:  # `Chain` is not even registered
+            App([Account, namesake], [Wrong()], services={Fees: Fees(1)})
+        assert caught.value.problems == (
+            f"Wrong.opened takes chain: Chain, but {never.format('Account, Account')}",
+            "Wrong.both takes state: Account, but its events happen to <aggregate elsewhere.account: Account> too; "
+            "write a function for each aggregate",
+            f"Wrong.of takes chain: Chain, but {never.format('Account')}",
+        )
 
     def test_a_sealed_registry_takes_no_more(self) -> None:
         registry = registry_of(Domain([Chain]))
@@ -402,6 +450,43 @@ class TestPublication:
         assert steps.of == {"a": [7]}
         assert decided == ["Chain.step"]
 
+    async def test_what_a_forced_stop_left_stored_and_unpublished_is_published_when_the_command_comes_again(
+        self, autojump_clock: MockClock
+    ) -> None:
+        class Unreachable(InMemoryDomainEventBus):
+            reachable = False
+
+            async def send(self, message: DomainEventStream) -> None:
+                if not self.reachable:
+                    raise OSError("unreachable")
+                await super().send(message)
+
+        steps, domain, commands, events = Steps(), Domain([Chain]), InMemoryCommandBus(), Unreachable()
+        store = InMemoryEventStore(domain.serializer)
+        results: list[CommandResult] = []
+        for _ in range(2):
+            gateway = CommandGateway(domain, commands)
+            dispatcher = CommandDispatcher(domain, commands, store, events, results=gateway.results)
+            projections = ProjectionDispatcher(registry_of(domain, steps), events)
+            runtime = Runtime(
+                [dispatcher, projections, gateway], signals=False, shutdown_timeout=3, shutdown_quiet_period=0
+            )
+
+            async def send(gateway: CommandGateway = gateway) -> None:
+                with suppress(WaitAbandonedError):
+                    results.append(await gateway.send_and_wait(Step("a", 7), request_id="r"))
+
+            with suppress(ExceptionGroup):
+                async with trio.open_nursery() as nursery:
+                    await nursery.start(runtime.serve)
+                    nursery.start_soon(send)
+                    await wait_all_tasks_blocked()
+                    runtime.request_stop()
+            assert len(await store.read_all(0, 9)) == 1
+            events.reachable = True
+        assert [(each.version, each.error and each.error.code) for each in results] == [(1, "DuplicateRequestIdError")]
+        assert steps.of == {"a": [7]}
+
     async def test_one_that_can_never_succeed_is_told_and_the_command_ends(
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -509,6 +594,18 @@ class TestErrorFunctions:
         (record,) = caplog.records
         assert record.getMessage() == "Actor.failed failed for acts.actor/a"
 
+    async def test_nobody_is_told_of_a_command_of_another_tenant(self, caplog: pytest.LogCaptureFixture) -> None:
+        async with serving(account()) as gateway:
+            await gateway.send_and_wait(Open("a"), tenant="one")
+            await gateway.send_and_wait(Withdraw("a", 1), tenant="two")
+        assert told == []
+        _, record = caplog.records
+        assert (record.levelname, record.getMessage()) == (
+            "WARNING",
+            "Account.failed is not told, as bank.account/a cannot be loaded: "
+            "bank.account/a does not belong to tenant 'two'",
+        )
+
     def test_wrong_ones_are_refused(self) -> None:
         with pytest.raises(TypeError, match=r"annotate 'error' with a class of errors, such as Exception"):
 
@@ -564,6 +661,19 @@ class TestFilters:
             ("message", "out"),
         ]
 
+    @pytest.mark.parametrize("error", [None, OSError("no metrics")], ids=["returns nothing", "raises"])
+    async def test_what_is_stored_is_published_whatever_a_filter_makes_of_it(self, error: Exception | None) -> None:
+        async def note(handling: Handling, proceed: Handler) -> None:
+            await proceed(handling)
+            if error is not None and handling.function == "Chain.step":
+                raise error
+
+        steps = Steps()
+        async with serving(App([Chain], [steps], function_filters=[note])) as gateway:
+            result = await gateway.send_and_wait(Step("a", 7))
+        assert steps.of == {"a": [7]}
+        assert (result.version, result.error and result.error.text) == (1, error and str(error))
+
     async def test_the_chain_is_composed_once_for_each_version_of_its_list(self) -> None:
         calls: list[str] = []
 
@@ -598,6 +708,37 @@ class TestFilters:
     def test_retry_refuses_numbers_out_of_their_range(self, wrong: dict[str, Any]) -> None:
         with pytest.raises(ValueError, match="must be"):
             Retry(**wrong)
+
+    @pytest.mark.parametrize("calls", [True, False], ids=["the function fails", "a filter before it fails"])
+    async def test_retry_tries_again_as_often_as_it_is_told(self, calls: bool) -> None:
+        tried = 0
+
+        async def handler(handling: Handling) -> None:
+            nonlocal tried
+            tried += 1
+            handling.attempts += calls
+            raise LookupError
+
+        with pytest.raises(LookupError):
+            await FilterChain([Retry(retries=3)]).around(handler)(Handling("d", None))
+        assert tried == 4
+
+    @pytest.mark.parametrize("last", [SystemExit, KeyboardInterrupt, trio.Cancelled])
+    async def test_retry_asks_of_no_exit_and_no_cancellation(self, last: type[BaseException]) -> None:
+        asked: list[BaseException] = []
+        raised: list[BaseException] = [OSError("first"), await a_cancelled() if last is trio.Cancelled else last()]
+
+        def on(error: BaseException) -> bool:
+            asked.append(error)
+            return True
+
+        async def handler(handling: Handling) -> None:
+            await trio.lowlevel.checkpoint()
+            handling.attempts += 1
+            raise raised[handling.attempts - 1]
+
+        assert await collect(lambda: FilterChain([Retry(on)]).around(handler)(Handling("d", None))) is raised[-1]
+        assert {type(error) for error in asked} == {OSError}
 
 
 class Recorder:
@@ -681,6 +822,12 @@ class TestFailures:
         assert recorder.failures[0].attempts == 4
         if not goes_on:  # the next one tries again, once
             assert [each.attempts for each in recorder.failures] == [4, 5]
+
+    async def test_a_recorder_whose_answer_is_none_has_failed(self, caplog: pytest.LogCaptureFixture) -> None:
+        mails = Mails(1_000, CommandRejectedError("never"))
+        await run_three(mails, failures=Recorder(None))  # type: ignore[arg-type]
+        assert mails.done == [1]
+        assert "and recording that failed" in caplog.records[0].getMessage()
 
     def test_an_error_that_cannot_be_shown_is_described_all_the_same(self) -> None:
         class UnshowableError(Exception):

@@ -10,7 +10,14 @@ import trio.lowlevel
 from attrs import define, field, frozen
 
 from trio_wow.domain import aggregate, on_command, on_sourcing
-from trio_wow.errors import CommandRejectedError, InvalidIdentifierError, SerializationError, UnsourcedEventError
+from trio_wow.errors import (
+    AggregateExistsError,
+    AggregateNotFoundError,
+    CommandRejectedError,
+    InvalidIdentifierError,
+    SerializationError,
+    UnsourcedEventError,
+)
 from trio_wow.testing import AggregateCase, given
 
 
@@ -221,6 +228,27 @@ class TestWhen:
         with pytest.raises(SerializationError, match=r"amount=1.5 comes back as 1"):
             given(Counter, "A", Added(1.5))  # type: ignore[arg-type]
         case.when(Add("A", (2,))).expect_state(total=3, amounts=[1, 2])
+
+    def test_whether_it_must_exist_is_checked(self) -> None:
+        @aggregate(context="counting")
+        @define
+        class Made:
+            id: str
+
+            @on_command(exists=False)
+            def make(self, command: Add) -> Added:
+                return Added(1)
+
+            @on_command(exists=True)
+            def go_on(self, command: AddLater) -> Added:
+                return Added(2)
+
+            @on_sourcing
+            def added(self, event: Added) -> None: ...
+
+        case = given(Made, "a").when(AddLater("a")).expect_error(AggregateNotFoundError)
+        case.when(Add("a")).expect_events(Added(1)).when(Add("a")).expect_error(AggregateExistsError)
+        case.when(AddLater("a")).expect_events(Added(2))
 
     def test_command_for_another_aggregate_is_refused(self) -> None:
         with pytest.raises(ValueError, match="the command is for 'B', not for 'A'"):

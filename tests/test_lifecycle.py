@@ -13,15 +13,15 @@ from chain_domain import Answering, Chain, Step, Stepped, Steps, registry_of
 from support import collect
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from trio_wow import App, DomainEvent, KeyedExecutor, event_processor, on_event, projection, saga
+from trio_wow import App, CommandGateway, DomainEvent, KeyedExecutor, event_processor, on_event, projection, saga
 from trio_wow.app import Settings
 from trio_wow.buses import InMemoryCommandBus, InMemoryDomainEventBus
-from trio_wow.dispatch import CommandDispatcher, EventDispatcher
+from trio_wow.dispatch import CommandDispatcher, EventDispatcher, FilterChain, Retry
 from trio_wow.domain import Domain
 from trio_wow.errors import AdmissionClosedError, ShutdownDeadlineError
 from trio_wow.eventsourcing import InMemoryEventStore
 from trio_wow.messages import AggregateId, DomainEventStream, Serializer
-from trio_wow.runtime import RuntimeContext
+from trio_wow.runtime import Runtime, RuntimeContext, RuntimeState
 
 CHAIN_A = AggregateId("chains", "chain", "a")
 
@@ -190,6 +190,21 @@ class MarkedSteps:
         self.of.setdefault(event.aggregate_id.id, []).append(event.body.number)
 
 
+@event_processor
+class Failing:
+    """Fails for so many times."""
+
+    def __init__(self, times: int) -> None:
+        self.times = times
+        self.calls = 0
+
+    @on_event
+    async def stepped(self, event: Stepped) -> None:
+        self.calls += 1
+        if self.calls <= self.times:
+            raise OSError("unreachable")
+
+
 class TestStop:
     async def test_a_thousand_seeded_stops_in_the_middle_of_chains_lose_nothing(self) -> None:
         answers, chains = 2, 3
@@ -259,6 +274,66 @@ class TestStop:
         streams = await app.store.load(CHAIN_A)
         assert steps.of["a"] == [event.number for stream in streams for event in stream.events]
         assert len(steps.of["a"]) >= 20  # the chain went on until then
+
+    async def test_one_lease_covers_an_operation_with_its_retries_and_its_publication(
+        self, autojump_clock: MockClock
+    ) -> None:
+        class Unreachable(InMemoryDomainEventBus):
+            failures = 2
+
+            async def send(self, message: DomainEventStream) -> None:
+                if self.failures:
+                    self.failures -= 1
+                    raise OSError("unreachable")
+                await super().send(message)
+
+        failing = Failing(times=2)
+        domain, commands, events = Domain([Chain]), InMemoryCommandBus(), Unreachable()
+        gateway = CommandGateway(domain, commands)
+        store = InMemoryEventStore(domain.serializer)
+        components: list[Any] = [
+            CommandDispatcher(domain, commands, store, events, results=gateway.results),
+            EventDispatcher(
+                registry_of(domain, failing), events, function_filters=FilterChain([Retry(backoff=2, jitter=0)])
+            ),
+            gateway,
+        ]
+        runtime = Runtime(components, signals=False, shutdown_quiet_period=0)
+        seen: dict[str, list[float]] = {}
+        async with trio.open_nursery() as nursery:
+            await nursery.start(runtime.serve)
+            await gateway.send(Step("a"))
+            runtime.request_stop()
+            await trio.sleep(0.05)
+            while runtime.state is RuntimeState.STOPPING:
+                (lease,) = runtime.statistics().leases
+                seen.setdefault(lease.name, []).append(trio.current_time() - lease.age)
+                await trio.sleep(0.1)
+        assert list(seen) == [
+            "Step for chains.chain/a, in command-dispatcher",
+            "Stepped of chains.chain/a, version 1, in event-dispatcher",
+        ]
+        # Each is one operation, which began once.
+        assert all(len(began) > 2 and max(began) == pytest.approx(min(began)) for began in seen.values())
+        assert failing.calls == 3
+
+    async def test_retries_cannot_move_the_deadline(self, autojump_clock: MockClock) -> None:
+        failing = Failing(times=10**6)
+        app = App([Chain], [failing], event_retry=Retry(retries=None, backoff=0.3, max_backoff=0.3, jitter=0))
+        runtime = app.runtime(signals=False, shutdown_timeout=10, shutdown_quiet_period=0)
+        caught: list[BaseException | None] = []
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(collect, runtime.serve, caught)
+            await wait_all_tasks_blocked()
+            await app.gateway.send(Step("a"))
+            runtime.request_stop()
+            start = trio.current_time()
+            await runtime.wait_stopped()
+            assert trio.current_time() - start == 10
+        (error,) = caught
+        assert isinstance(error, ShutdownDeadlineError)
+        assert error.operations == (("Stepped of chains.chain/a, version 1, in event-dispatcher", 10.0),)
+        assert failing.calls > 30
 
     @pytest.mark.parametrize("how", ["force", "fail"])
     async def test_no_lease_stays_open_when_queued_messages_are_discarded(

@@ -1,5 +1,6 @@
 """Field cases of the end of a runtime: threads that do not return, failed starts, constant traffic, hot keys."""
 
+import gc
 import logging
 import socket
 import textwrap
@@ -17,12 +18,12 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 
 from trio_wow import CommandGateway, event_processor, on_event
 from trio_wow.buses import InMemoryCommandBus, InMemoryDomainEventBus, MessageExchange
-from trio_wow.dispatch import CommandDispatcher, EventDispatcher, ProjectionDispatcher
+from trio_wow.dispatch import CommandDispatcher, EventDispatcher, FilterChain, ProjectionDispatcher, Retry
 from trio_wow.domain import Domain
 from trio_wow.errors import AdmissionClosedError, HandlerExitError, ShutdownDeadlineError
 from trio_wow.eventsourcing import InMemoryEventStore
 from trio_wow.execution import KeyedExecutor, blocking, direct
-from trio_wow.messages import AggregateId
+from trio_wow.messages import AggregateId, DomainEventStream
 from trio_wow.runtime import RuntimeContext
 
 Pin = Literal["direct", "blocking"]
@@ -225,6 +226,16 @@ class TestStart:
         assert log[-2:] == ["force_stop b", "force_stop a"]
 
 
+def stepped(id: str) -> DomainEventStream:
+    return DomainEventStream(
+        aggregate_id=AggregateId("chains", "chain", id),
+        version=1,
+        events=[Stepped(0)],
+        command_id=f"command {id}",
+        request_id=f"request {id}",
+    )
+
+
 class Boom(BaseException):
     pass
 
@@ -339,6 +350,39 @@ class Hot:
             raise trio.EndOfChannel
         self.given += limit
         return ["hot"] * limit
+
+
+class TestMemory:
+    async def test_fs05_memory_follows_what_is_tried_again_and_not_how_often(self, autojump_clock: MockClock) -> None:
+        ids, retries = 200, 20
+        calls = 0
+        kept: list[int] = []
+
+        @event_processor
+        class Trying:
+            @on_event
+            async def stepped(self, event: Stepped) -> None:
+                nonlocal calls
+                calls += 1
+                if calls % (ids * retries // 10) == 0:
+                    (dispatch,) = executor.statistics().dispatches
+                    assert len(runtime.statistics().leases) == dispatch.in_flight == dispatch.mailboxes <= ids
+                    gc.collect()
+                    kept.append(len(gc.get_objects()))
+                raise OSError("unreachable")
+
+        domain, events, executor = Domain([Chain]), InMemoryDomainEventBus(), KeyedExecutor()
+        retry = FilterChain([Retry(retries=retries, backoff=1, max_backoff=5, jitter=2)])
+        dispatcher = EventDispatcher(registry_of(domain, Trying()), events, function_filters=retry)
+        runtime = quick([dispatcher], executor=executor, shutdown_timeout=10**6)
+        async with trio.open_nursery() as nursery:
+            await nursery.start(runtime.serve)
+            for n in range(ids):
+                await events.send(stepped(str(n)))
+            runtime.request_stop()
+        assert calls == ids * (retries + 1)
+        assert kept[-1] - kept[1] < ids
+        assert runtime.statistics().leases == ()
 
 
 class TestTraffic:

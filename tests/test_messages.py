@@ -27,7 +27,9 @@ from trio_wow.errors import (
     ConfigurationError,
     InvalidIdentifierError,
     SerializationError,
+    StoreLockedError,
     UnknownMessageTypeError,
+    VersionConflictError,
     WowError,
 )
 from trio_wow.messages import (
@@ -369,6 +371,12 @@ class TestResult:
         with pytest.raises(CommandFailedError, match="ZeroDivisionError: by none") as caught:
             result.raise_for_error()
         assert (caught.value.code, caught.value.text) == ("ZeroDivisionError", "by none")
+
+    def test_a_group_is_undecided_only_where_every_leaf_is(self) -> None:
+        locked, conflict = StoreLockedError("here", "locked"), VersionConflictError("a", 1, 2)
+        group = ExceptionGroup("outer", [conflict, ExceptionGroup("inner", [locked])])
+        assert CommandError.of(group).undecided
+        assert not CommandError.of(ExceptionGroup("mixed", [group, ValueError()])).undecided
 
     def test_stage_travels_by_its_name(self) -> None:
         assert [stage.value for stage in Stage] == [stage.name for stage in Stage]

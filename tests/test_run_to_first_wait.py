@@ -14,7 +14,7 @@ from support import EndlessSource, ListSource, first, itself, task_names
 from trio.testing import wait_all_tasks_blocked
 
 from trio_wow.errors import CancelScopeLeakError
-from trio_wow.execution import KeyedExecutor, no_leaked_scope
+from trio_wow.execution import KeyedExecutor, user_call
 
 
 class Passes(trio.abc.Instrument):
@@ -338,7 +338,7 @@ async def test_a_scope_left_open_and_cancelled_around_a_nursery_is_a_leak_too() 
 
     left = scopes()
     with pytest.raises(CancelScopeLeakError, match="function left a cancel scope open"):
-        with no_leaked_scope("function", "key"):
+        with user_call("function", "key"):
             (await anext(left)).cancel()
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(trio.sleep_forever)

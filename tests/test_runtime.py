@@ -4,6 +4,7 @@ import signal
 import textwrap
 import threading
 from collections.abc import Awaitable, Callable
+from contextvars import copy_context
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import trio
 from runtime_support import CatchingUp, Part, quick, raising, shielded, sleeping
 from support import ListSource, PythonProcess, a_cancelled, collect, forever, itself, task_names
+from trio.lowlevel import enable_ki_protection
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from trio_wow.errors import ExecutorClosedError, HandlerExitError, RuntimeStateError, ShutdownDeadlineError
@@ -92,6 +94,21 @@ class TestOrder:
             runtime = await nursery.start(quick([Part(name, log, stop=stop) for name in "ab"]).serve)
             runtime.request_stop()
         assert log[-4:] == ["stop b", "stopped b", "stop a", "stopped a"]
+
+    async def test_a_component_may_end_its_tasks_by_cancelling_its_nursery_when_it_stops(self) -> None:
+        log: list[str] = []
+
+        async def stop(part: Part) -> None:
+            assert part.context is not None
+            part.context.nursery.cancel_scope.cancel()
+            await wait_all_tasks_blocked()  # closes a connection, say
+            log.append(f"stopped {part.name}")
+
+        parts = [Part("a", log), Part("b", log, start=lambda part: part.spawn(trio.sleep_forever), stop=stop)]
+        async with trio.open_nursery() as nursery:
+            runtime = await nursery.start(quick(parts).serve)
+            runtime.request_stop()
+        assert log[-3:] == ["stop b", "stopped b", "stop a"]
 
     async def test_the_executor_is_closed_after_the_last_component(self) -> None:
         log: list[str] = []
@@ -179,6 +196,38 @@ class TestStart:
         assert stops == (["stop b", "stop a"] if step == "prepare" else ["stop c", "stop b", "stop a"])
         assert started == []
 
+    async def test_a_host_that_fails_when_it_is_told_of_the_start_rolls_it_back_too(self) -> None:
+        class Refusing(trio.TaskStatus[Any]):
+            def started(self, value: Any = None) -> None:
+                raise error
+
+        log: list[str] = []
+        error = OSError("no route")
+        executor = KeyedExecutor()
+        runtime = quick([Part("a", log), Part("b", log)], executor=executor)
+        assert await collect(partial(runtime.serve, task_status=Refusing())) is error
+        assert log[-4:] == ["quiesce a", "quiesce b", "stop b", "stop a"]
+        assert executor.statistics().closed
+
+    async def test_what_fails_to_catch_up_after_others_were_cancelled_is_raised_too(self) -> None:
+        error = ValueError("on the way out")
+
+        async def fail_when_cancelled(part: Part) -> None:
+            try:
+                await trio.sleep_forever()
+            finally:
+                await shielded(0)
+                raise error
+
+        steps = {"a": sleeping, "b": fail_when_cancelled, "c": sleeping}
+        runtime = quick([CatchingUp(name, [], caught_up=step) for name, step in steps.items()])
+        caught: list[BaseException | None] = []
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(collect, runtime.serve, caught)
+            await wait_all_tasks_blocked()
+            runtime.request_stop()
+        assert caught == [error]
+
     async def test_a_stop_asked_before_serve_starts_nothing(self) -> None:
         log: list[str] = []
         runtime = quick([Part("a", log)])
@@ -212,10 +261,12 @@ class TestStart:
                 act(part)
                 await trio.lowlevel.checkpoint()
 
-        runtime = quick([Part("a", log, **{step: shielded_act if step == "prepare" else act}), Part("b", log)])
+        parts = [CatchingUp("a", log, **{step: shielded_act if step == "prepare" else act}), CatchingUp("b", log)]
+        runtime = quick(parts)
         error = await collect(runtime.serve)
         assert isinstance(error, ValueError) == (how == "fail")
         assert f"{step} b" not in log
+        assert not [line for line in log if line.startswith("caught_up")]
         assert log[-1] == "stop a"
 
     @pytest.mark.parametrize("step", ["prepare", "caught_up", "stop"])
@@ -307,6 +358,34 @@ class TestFailure:
         assert log[-6:] == ["quiesce a", "quiesce b", "quiesce c", "stop c", "stop b", "stop a"]
         assert trio.current_time() - start == 1
 
+    async def test_a_task_that_fails_ends_the_runtime_though_another_of_its_component_does_not_leave(
+        self, autojump_clock: MockClock
+    ) -> None:
+        error = ValueError("broken")
+
+        async def fail() -> None:
+            await trio.sleep(1)
+            raise error
+
+        def start(part: Part) -> None:
+            part.spawn(partial(shielded, 30), "deaf task")
+            part.spawn(fail)
+
+        part = Part("a", [], start=start)
+        runtime = quick([part], shutdown_quiet_period=5)
+        caught: list[BaseException | None] = []
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(collect, runtime.serve, caught)
+            await trio.sleep(1.5)
+            assert runtime.state.name == "STOPPING"
+            assert part.context is not None
+            assert part.context.admission.is_closed
+            await runtime.wait_forced()
+            assert trio.current_time() == pytest.approx(1 + 10)
+        (raised,) = caught
+        assert isinstance(raised, ExceptionGroup)
+        assert {type(each) for each in raised.exceptions} == {ValueError, ShutdownDeadlineError}
+
     async def test_a_failure_closes_admission_at_once_and_waits_for_no_quiet(self, autojump_clock: MockClock) -> None:
         log: list[str] = []
         part = Part("a", log)
@@ -360,11 +439,15 @@ class TestFailure:
         error: BaseException = SystemExit(0)
         if wrapped:
             error = BaseExceptionGroup("group", [ValueError("kept"), error])
+            error.add_note("while it did something")
+            error.__cause__ = LookupError("why")
         failing = Part("a", [], start=lambda part: part.context.report_failure(error))
         caught = await collect(quick([failing]).serve)
         if wrapped:
             assert isinstance(caught, ExceptionGroup)
             assert [type(leaf) for leaf in caught.exceptions] == [ValueError, HandlerExitError]
+            assert caught.__notes__ == ["while it did something"]
+            assert caught.__cause__ is error.__cause__
         else:
             assert isinstance(caught, HandlerExitError)
             assert caught.code == 0
@@ -373,6 +456,43 @@ class TestFailure:
     async def test_keyboard_interrupt_of_a_component_is_raised(self) -> None:
         failing = Part("a", [], start=lambda part: part.context.report_failure(KeyboardInterrupt()))
         assert isinstance(await collect(quick([failing]).serve), KeyboardInterrupt)
+
+    @pytest.mark.parametrize("when", ["prepare", "running", "quiet", "stop"])
+    def test_ctrl_c_in_the_task_that_serves_asks_for_a_stop_and_in_a_stop_forces_it(self, when: str) -> None:
+        log: list[str] = []
+        executor = KeyedExecutor()
+
+        @enable_ki_protection
+        async def act(part: Part) -> None:
+            signal.raise_signal(signal.SIGINT)
+            await trio.sleep(1)
+
+        def start(part: Part) -> None:
+            assert part.context is not None
+            lease = part.context.try_acquire()
+            part.spawn(partial(work, part, lease))
+
+        async def work(part: Part, lease: ActivityLease | None) -> None:
+            assert lease is not None
+            if when == "running":
+                await act(part)
+            runtime.request_stop()
+            if when == "quiet":
+                await act(part)
+            lease.close()
+
+        steps = {when: act} if when in ("prepare", "stop") else {}
+        runtime = quick([Part("a", log), Part("b", log, **{"start": start, **steps})], executor=executor)
+        with pytest.raises((KeyboardInterrupt, BaseExceptionGroup)) as caught:
+            trio.run(runtime.serve, clock=MockClock(autojump_threshold=0))
+        if when in ("prepare", "running"):
+            assert isinstance(caught.value, KeyboardInterrupt)
+            assert log[-4:] == ["quiesce a", "quiesce b", "stop b", "stop a"]
+        else:
+            assert isinstance(caught.value, BaseExceptionGroup)
+            assert [type(error) for error in caught.value.exceptions] == [KeyboardInterrupt, ShutdownDeadlineError]
+            assert log[-2:] == ["force_stop b", "force_stop a"]
+        assert executor.statistics().closed
 
     @pytest.mark.filterwarnings("ignore:.*strict_exception_groups:trio.TrioDeprecationWarning")
     def test_a_host_without_strict_exception_groups_gets_the_same_ordered_stop(self) -> None:
@@ -407,7 +527,7 @@ class TestDeadline:
         error = caught[0]
         assert isinstance(error, ShutdownDeadlineError)
         assert error.reason == "its deadline (7 s)"
-        assert error.held == {"hung": ("hung task",), "first": ()}
+        assert error.held == {"hung": ("its stop()", "hung task"), "first": ()}
         assert log[-3:] == ["force_stop last", "force_stop hung", "force_stop first"]
         assert runtime.state.name == "STOPPED"
 
@@ -799,6 +919,16 @@ class TestQuietPeriod:
             done.set()
         assert seen == [True, False]
 
+    async def test_a_lease_that_is_left_in_another_context_is_closed_all_the_same(self) -> None:
+        admission = Admission()
+        lease = admission.try_acquire("one")
+        assert lease is not None
+        copy_context().run(lease.__enter__)
+        with pytest.raises(ValueError, match="different Context"):
+            lease.__exit__(None, None, None)
+        assert not lease.is_open
+        assert admission.leases == ()
+
 
 class TestCancellation:
     async def test_drains_in_order_and_then_raises_cancelled(self, autojump_clock: MockClock) -> None:
@@ -851,6 +981,24 @@ class TestThreads:
         error = caught[0]
         assert isinstance(error, ShutdownDeadlineError) == force
         await trio.to_thread.run_sync(ask)
+
+    def test_a_stop_asked_by_a_signal_handler_between_tasks_does_not_interfere_with_their_scheduling(self) -> None:
+        runtime = quick([])
+        states: list[str] = []
+
+        class Between(trio.abc.Instrument):
+            def before_io_wait(self, timeout: float) -> None:
+                if runtime.state.name == "RUNNING":
+                    signal.raise_signal(signal.SIGTERM)
+                    states.append(runtime.state.name)
+
+        before = signal.signal(signal.SIGTERM, lambda *_: runtime.request_stop())
+        try:
+            trio.run(runtime.serve, instruments=[Between()])
+        finally:
+            signal.signal(signal.SIGTERM, before)
+        assert states[0] == "RUNNING"
+        assert runtime.state.name == "STOPPED"
 
     def test_a_stop_asked_after_the_run_is_no_error(self) -> None:
         runtime = quick([])
@@ -919,9 +1067,26 @@ async def test_only_one_runtime_of_a_process_takes_its_signals() -> None:
         await third.wait_stopped()
         first.request_stop()
     assert signal.getsignal(signal.SIGINT) is before
+    for _ in range(20):  # tasks of one moment run in any order
+        await _serve_one_after_a_cancelled_one()
     fourth = Runtime([], shutdown_quiet_period=0)
     fourth.request_stop()
     await fourth.serve()
+
+
+async def _serve_one_after_a_cancelled_one() -> None:
+    cancelled, following = Runtime([], shutdown_quiet_period=0), Runtime([], shutdown_quiet_period=0)
+    following.request_stop()
+    async with trio.open_nursery() as nursery:
+
+        async def follow() -> None:
+            await cancelled.wait_stopped()
+            await following.serve()
+
+        nursery.start_soon(follow)
+        async with trio.open_nursery() as serving:
+            await serving.start(cancelled.serve)
+            serving.cancel_scope.cancel()
 
 
 SERVICE = """

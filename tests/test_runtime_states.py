@@ -42,6 +42,7 @@ class Life:
         self.log: list[str] = []
         self.hold_start = False
         self.let_go = trio.Event()
+        self.scope = trio.CancelScope()
         self.caught: list[BaseException | None] = []
         self.runtime: Runtime = quick(
             [Part("a", self.log, prepare=self._prepare, start=self._note, quiesce=self._note, stop=self._stop)],
@@ -63,7 +64,8 @@ class Life:
         self._note(part)
 
     async def serve(self) -> None:
-        await collect(self.runtime.serve, self.caught)
+        with self.scope:
+            await collect(self.runtime.serve, self.caught)
         self.states.append(self.runtime.state)
 
     async def bring_to(self, state: RuntimeState, nursery: trio.Nursery) -> None:
@@ -173,20 +175,34 @@ async def test_waiting_for_the_end_moves_nothing_not_even_when_the_wait_is_cance
 async def test_cancelling_serve_asks_for_a_stop(state: RuntimeState, mock_clock: MockClock) -> None:
     life = Life()
     async with trio.open_nursery() as nursery:
-        scope = trio.CancelScope()
-
-        async def serve() -> None:
-            with scope:
-                await life.serve()
-
-        life.hold_start = state is STARTING
-        nursery.start_soon(serve)
-        await wait_all_tasks_blocked()
-        assert life.runtime.state is state
-        scope.cancel()
+        await life.bring_to(state, nursery)
+        life.scope.cancel()
         await wait_all_tasks_blocked()
         assert life.runtime.state is STOPPING
         assert isinstance(await life.end(nursery), trio.Cancelled)
+
+
+@pytest.mark.parametrize("state", [STOPPING, FORCE_STOPPING])
+async def test_cancelling_serve_in_a_stop_moves_nothing_and_is_raised_in_the_end(
+    state: RuntimeState, mock_clock: MockClock
+) -> None:
+    life = Life()
+    async with trio.open_nursery() as nursery:
+        await life.bring_to(state, nursery)
+        mock_clock.jump(1)
+        seconds_left = life.runtime.statistics().seconds_left
+        life.scope.cancel()
+        await wait_all_tasks_blocked()
+        assert life.runtime.state is state
+        assert life.runtime.statistics().seconds_left == seconds_left
+        error = await life.end(nursery)
+    if state is FORCE_STOPPING:
+        assert isinstance(error, BaseExceptionGroup)
+        forced, error = error.exceptions
+        assert isinstance(forced, ShutdownDeadlineError)
+        assert isinstance(error, BaseExceptionGroup)
+        (error,) = error.exceptions
+    assert isinstance(error, trio.Cancelled)
 
 
 @pytest.mark.parametrize("state", [STARTING, RUNNING, STOPPING])

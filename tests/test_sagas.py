@@ -152,10 +152,11 @@ class TestPartialSends:
         ("error", "stored"),
         [
             (lambda stream: StoreLockedError("here", "locked"), False),
+            (lambda stream: ExceptionGroup("nursery", [StoreLockedError("here", "locked")]), False),
             (lambda stream: AppendOutcomeUnknownError(stream.aggregate_id, stream.version), False),
             (lambda stream: AppendOutcomeUnknownError(stream.aggregate_id, stream.version), True),
         ],
-        ids=["locked", "unknown", "unknown, but stored"],
+        ids=["locked", "locked, told by a nursery", "unknown", "unknown, but stored"],
     )
     async def test_after_a_command_that_the_store_failed_all_are_sent_again_and_each_has_its_effect_once(
         self, error: Callable[[DomainEventStream], Exception], stored: bool

@@ -195,7 +195,8 @@ class ShutdownDeadlineError(WowError):
 
     Attributes:
         reason: what forced the stop.
-        held: component name -> names of the tasks it still ran when it was forced; the text shows the first few.
+        held: component name -> the step that it was in and names of the tasks it still ran when it was forced; the text
+            shows the first few.
         operations: name and age in seconds of each operation that was still open, oldest first.
     """
 

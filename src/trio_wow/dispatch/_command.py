@@ -1,8 +1,11 @@
 """Commands: load, decide, apply, append, publish, acknowledge, report."""
 
 import logging
+from contextlib import suppress
 from inspect import isawaitable
 from typing import Any, cast
+
+from attrs import define
 
 from trio_wow.buses import CommandBus, DomainEventBus, StateEventBus
 from trio_wow.dispatch._dispatcher import MessageDispatcher
@@ -25,6 +28,7 @@ from trio_wow.errors import (
     StoreError,
     TenantMismatchError,
     VersionConflictError,
+    printable,
 )
 from trio_wow.eventsourcing import (
     AggregateRepository,
@@ -33,13 +37,24 @@ from trio_wow.eventsourcing import (
     FailureRecorder,
     LoggingFailureRecorder,
 )
-from trio_wow.execution import no_leaked_scope, running_function
+from trio_wow.execution import user_call
 from trio_wow.messages import CommandError, CommandMessage, CommandResult, DomainEventStream, Stage, StateEvent
 from trio_wow.runtime import RuntimeContext
 
 __all__ = ["CommandDispatcher", "conflict_retry"]
 
 _log = logging.getLogger("trio_wow.dispatch")
+
+
+@define(eq=False)
+class _Deciding(Handling):
+    """One command on its way through the function filters.
+
+    Attributes:
+        stored: what is stored and is to be published; `None` as long as the command has led to nothing.
+    """
+
+    stored: StateEvent[Any] | None = None
 
 
 class CommandDispatcher(MessageDispatcher[CommandMessage]):
@@ -125,16 +140,15 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
         """See the class."""
         message: CommandMessage = handling.message
         stream: DomainEventStream | None = None
-        state: StateEvent[Any] | None = None
         error: Exception | None = None
+        deciding = _Deciding(self.name, message)
         try:
             stream = await self._stored(message)
             if stream is None:
                 function = self._repository.model_of(message.aggregate_id).command_function(type(message.body))
-                attempt = Handling(self.name, message, function.name)
+                deciding.function = function.name
                 try:
-                    state = cast("StateEvent[Any] | None", await self._attempt(attempt))
-                    stream = None if state is None else state.stream
+                    await self._attempt(deciding)
                 except DuplicateRequestIdError as raised:  # another process has stored it meanwhile
                     stream, error = await self._stored(message), raised
             else:
@@ -143,6 +157,9 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
             _log_failure(message, raised)
             await self._tell(message, raised)
             stream, error = None, raised
+        state = deciding.stored
+        if state is not None:  # whatever a filter has returned or raised since
+            stream = state.stream
         if stream is not None and await self._published(stream) in (Outcome.RECORDING_FAILED, Outcome.UNFINISHED):
             return False
         if state is not None and self._state_events is not None:
@@ -174,26 +191,28 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
             raise TenantMismatchError(message.aggregate_id, message.aggregate_id.tenant)
         return stream
 
-    async def _decide_and_append(self, handling: Handling) -> StateEvent[Any] | None:
-        """Return what is now stored and is to be published, or `None` if the command has led to nothing."""
+    async def _decide_and_append(self, handling: Handling) -> None:
         handling.attempts += 1
+        deciding = cast("_Deciding", handling)
         message: CommandMessage = handling.message
         aggregate = await self._repository.load(message.aggregate_id)
         function = aggregate.model.command_function(type(message.body))
         aggregate.model.check_life(message.body, message.aggregate_id, aggregate.version, deleted=aggregate.deleted)
-        _check_version(message, function, aggregate.version)
+        _check_version(message, aggregate.version)
         decided = await self._call(function, message, aggregate.state, message.body)
         events = aggregate.model.events_of(message.body, decided)
         if not events:
-            return None
+            return
         stream = aggregate.advance(message, events)
         try:
             await self._store.append(stream)
         except AppendOutcomeUnknownError:
-            stored = await self._stored(message)
+            stored = None
+            with suppress(Exception):  # it stays unknown: the error of this would say that nothing was written
+                stored = await self._stored(message)
             if stored is None or stored.id != stream.id:
                 raise
-        return StateEvent(stream, aggregate.state, aggregate.deleted)
+        deciding.stored = StateEvent(stream, aggregate.state, aggregate.deleted)
 
     async def _tell(self, message: CommandMessage, error: Exception) -> None:
         """Tell the aggregate, as it is stored, of a command that has failed."""
@@ -201,21 +220,24 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
         for function in functions:
             try:
                 aggregate = await self._repository.load(message.aggregate_id)
+            except Exception as raised:
+                _log.warning(
+                    "%s is not told, as %s cannot be loaded: %s",
+                    function.name,
+                    message.aggregate_id,
+                    printable(raised),
+                )
+                return
+            try:
                 await self._call(function, message, aggregate.state, error, message.body)
             except Exception:
                 _log.exception("%s failed for %s", function.name, message.aggregate_id)
 
     async def _call(self, function: CommandFunction, message: CommandMessage, *leading: object) -> object:
         arguments = self._registry.command_arguments(function).of(message)
-        token = running_function.set(function.name)
-        try:
+        with user_call(function.name, message.aggregate_id):
             result = function.call(*leading, **arguments)
-            if isawaitable(result):
-                with no_leaked_scope(function.name, message.aggregate_id):
-                    result = await result
-        finally:
-            running_function.reset(token)
-        return result
+            return await result if isawaitable(result) else result
 
     async def _published(self, stream: DomainEventStream) -> Outcome:
         handling = Handling(self.name, stream)
@@ -264,11 +286,7 @@ def _is_conflict(error: BaseException) -> bool:
     return all(isinstance(leaf, VersionConflictError) for leaf in leaves(error))
 
 
-def _check_version(message: CommandMessage, function: CommandFunction, version: int) -> None:
-    if function.exists is True and not version:
-        raise AggregateNotFoundError(message.aggregate_id)
-    if function.exists is False and version:
-        raise AggregateExistsError(message.aggregate_id, version)
+def _check_version(message: CommandMessage, version: int) -> None:
     if message.expected_version is not None and message.expected_version != version:
         raise ExpectedVersionError(message.aggregate_id, message.expected_version, version)
 

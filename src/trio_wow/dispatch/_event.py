@@ -25,7 +25,7 @@ from trio_wow.runtime import RuntimeContext
 __all__ = ["EventDispatcher", "ProcessorOptions", "ProjectionDispatcher", "SagaDispatcher"]
 
 REBUILT = 1_000
-"""Aggregates whose states are kept while the store is read, so that the next version costs only its own events."""
+"""States that are kept while the store is read, so that the next version of an aggregate costs only its own events."""
 
 
 class _DomainEventChild(ProcessorDispatcher[DomainEventStream]):
@@ -53,20 +53,23 @@ class _StateEventChild(ProcessorDispatcher[StateEvent[Any]]):
     ) -> None:
         super().__init__(name, bus, processors, parts)
         self._states = repository
-        self._rebuilt: OrderedDict[AggregateId, LoadedAggregate] = OrderedDict()
+        # By version: what has failed is asked for again and again, between those that come after it.
+        self._rebuilt: OrderedDict[tuple[AggregateId, int], LoadedAggregate] = OrderedDict()
 
     def calls(self, processor: BoundProcessor, message: StateEvent[Any], /) -> Iterator[Call]:
         for function in processor.registered.functions.get(type(message.state), ()):
             yield Call(function, message.state, message, len(message.stream.events))
 
     async def message_of(self, stream: DomainEventStream, /) -> StateEvent[Any]:
-        aggregate_id = stream.aggregate_id
-        loaded = self._rebuilt.pop(aggregate_id, None)
-        if loaded is not None and loaded.version == stream.version - 1:
-            loaded.source([stream])
-        elif loaded is None or loaded.version != stream.version:
-            loaded = await self._states.load(aggregate_id, version=stream.version)
-        self._rebuilt[aggregate_id] = loaded
+        aggregate_id, version = stream.aggregate_id, stream.version
+        loaded = self._rebuilt.pop((aggregate_id, version), None)
+        if loaded is None:
+            loaded = self._rebuilt.pop((aggregate_id, version - 1), None)
+            if loaded is None:
+                loaded = await self._states.load(aggregate_id, version=version)
+            else:
+                loaded.source([stream])
+        self._rebuilt[aggregate_id, version] = loaded
         if len(self._rebuilt) > REBUILT:
             self._rebuilt.popitem(last=False)
         return StateEvent(stream, deepcopy(loaded.state), loaded.deleted)

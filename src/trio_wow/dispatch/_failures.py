@@ -23,13 +23,13 @@ _OUTCOMES = {
 async def record(recorder: FailureRecorder, failure: FailedExecution) -> Outcome:
     """Give a failure to the recorder, and return what that means for the message. Raises no `Exception`."""
     try:
-        recording = await recorder.record(failure)
+        outcome = _OUTCOMES[await recorder.record(failure)]
     except Exception:
         _log.exception("%s, and recording that failed", _told(failure))
         return Outcome.RECORDING_FAILED
-    if recording is Recording.RECORDED:
+    if outcome is Outcome.FAILURE_RECORDED:
         _log.error("%s; that is recorded", _told(failure))
-    return _OUTCOMES[recording]
+    return outcome
 
 
 def _told(failure: FailedExecution) -> str:

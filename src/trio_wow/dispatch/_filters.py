@@ -257,14 +257,15 @@ class Retry:
             return await proceed(handling)
         except Exception as error:
             # What has failed for good before, and is tried again because the next message has come, has one attempt.
-            left = None if self._attempts is None else self._attempts - handling.attempts
-            if (left is not None and left < 1) or not self._on(error):
+            # What failed in a filter before it came to the call has had one all the same.
+            left = None if self._attempts is None else self._attempts - max(handling.attempts, 1)
+            if (left is not None and left < 1) or not self._may_try_again(error):
                 raise
             failed = error
         try:
             # The time that has failed already is the first attempt: most calls never pay for the machinery.
             async for attempt in stamina.retry_context(
-                on=self._on,
+                on=self._may_try_again,
                 attempts=None if left is None else left + 1,
                 timeout=None,
                 wait_initial=self._backoff,
@@ -284,6 +285,10 @@ class Retry:
         finally:
             del failed
         raise AssertionError("stamina neither succeeded nor raised")
+
+    def _may_try_again(self, error: BaseException) -> bool:
+        # stamina asks of a cancellation and a `SystemExit` too, which no answer may hold up.
+        return isinstance(error, Exception) and self._on(error)
 
 
 class StageNotifier:

@@ -14,7 +14,7 @@ from trio_wow.buses import MessageBus
 from trio_wow.dispatch._dispatcher import MessageDispatcher
 from trio_wow.dispatch._failures import FailureRetries, record
 from trio_wow.dispatch._filters import FilterChain, Handling, Outcome
-from trio_wow.dispatch._progress import CatchUp, Progress, advance
+from trio_wow.dispatch._progress import PAGE, CatchUp, Progress, advance
 from trio_wow.dispatch._registry import BoundFunction, RegisteredProcessor
 from trio_wow.dispatch._sender import SagaSender
 from trio_wow.dispatch._store_source import StoreSource
@@ -27,7 +27,7 @@ from trio_wow.eventsourcing import (
     FailureRecorder,
     RecordedStream,
 )
-from trio_wow.execution import no_leaked_scope, refuse_awaitable, running_function
+from trio_wow.execution import refuse_awaitable, user_call
 from trio_wow.messages import AggregateId, DomainEvent, DomainEventStream, StateEvent
 from trio_wow.runtime import RuntimeContext
 
@@ -332,11 +332,16 @@ class ProcessorDispatcher(MessageDispatcher[M]):
             last = await progress.last_version(aggregate_id)
             if version <= last:
                 return Outcome.HANDLED
-            if self._store is not None and last + 1 < version:
-                for stream in await self._store.load(aggregate_id, after=last, until=version - 1):
+            count = 1  # grows: what is missing has often failed before, and then the first of it fails again
+            while self._store is not None and last + 1 < version:
+                streams = await self._store.load(aggregate_id, after=last, until=min(last + count, version - 1))
+                if not streams:
+                    break
+                for stream in streams:
                     outcome = await self._run_and_note(processor, progress, await self.message_of(stream))
                     if not outcome.settles:
                         return outcome
+                last, count = streams[-1].version, min(2 * count, PAGE)
         except Exception:
             _log.exception(
                 "what %s has missed of %s before version %s cannot be read", processor.name, aggregate_id, version
@@ -419,14 +424,10 @@ class ProcessorDispatcher(MessageDispatcher[M]):
             return
         function = call.function
         arguments = await self._arguments(function, call.envelope, message) if function.arguments else {}
-        token = running_function.set(function.name)
-        try:
+        with user_call(function.name, message.aggregate_id):
             result = function.call(call.envelope if function.takes_envelope else call.body, **arguments)
             if isawaitable(result):
-                with no_leaked_scope(function.name, message.aggregate_id):
-                    result = await result
-        finally:
-            running_function.reset(token)
+                result = await result
         if self._sender is not None:
             await self._sender.send(result, self.role(call), call.envelope.stream)
 

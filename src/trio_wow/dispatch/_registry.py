@@ -1,7 +1,7 @@
 """The functions of an application: found by annotation, bound to events and aggregates, checked all together."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from attrs import frozen
 
@@ -161,41 +161,42 @@ class FunctionRegistry:
         """Return what a function of an aggregate takes besides its command."""
         return self._commands[function]
 
-    def _events_of(self, function: MessageFunction, cls: type, where: str) -> Mapping[type, Sequence[AggregateModel]]:
+    def _events_of(self, cls: type, where: str) -> Mapping[type, Sequence[AggregateModel]]:
         events = self.domain.events_of(cls)
         if not events:
             self._problems.append(f"{where} handles {cls.__name__}, which no aggregate of the domain sources")
-        publishers = {event: self.domain.publishers_of(event) for event in events}
-        for parameter in function.parameters:
-            if parameter.annotation in (each.cls for each in self.domain.aggregates):
-                others = {model.cls.__name__ for several in publishers.values() for model in several} - {
-                    parameter.annotation.__name__
-                }
-                if others:
-                    way_out = (
-                        f"take DomainEvent[{cls.__name__}] without a state"
-                        if cls in (AggregateDeleted, AggregateRecovered)
-                        else "write a function for each aggregate"
-                    )
-                    self._problems.append(
-                        f"{where} takes {parameter.name}: {parameter.annotation.__name__}, but its events happen to "
-                        f"{', '.join(sorted(others))} too; {way_out}"
-                    )
-        return publishers
+        return {event: self.domain.publishers_of(event) for event in events}
 
-    def _states_of(self, _: MessageFunction, cls: type, where: str) -> Mapping[type, Sequence[AggregateModel]]:
+    def _states_of(self, cls: type, where: str) -> Mapping[type, Sequence[AggregateModel]]:
         model = self.domain.model_of_class(cls)
         if model is None:
             self._problems.append(f"{where} handles {cls.__name__}, which is no aggregate of the domain")
             return {}
         return {cls: (model,)}
 
+    def _check_state(self, takes: str, state: type, cls: type, publishers: Iterable[Sequence[AggregateModel]]) -> None:
+        """Refuse a function that would get the state of another aggregate than it says."""
+        models = {model for several in publishers for model in several}
+        others = {model for model in models if model.cls is not state}
+        if not others:
+            return
+        names = ", ".join(
+            sorted(repr(each) if each.cls.__name__ == state.__name__ else each.cls.__name__ for each in others)
+        )
+        if others == models:
+            problem = f"what it handles happens to {names} and never to that; take another state, or none"
+        elif cls in (AggregateDeleted, AggregateRecovered):
+            problem = f"its events happen to {names} too; take DomainEvent[{cls.__name__}] without a state"
+        else:
+            problem = f"its events happen to {names} too; write a function for each aggregate"
+        self._problems.append(f"{takes}: {state.__name__}, but {problem}")
+
     def _bound(
         self,
         processor: object,
         model: ProcessorModel,
         functions: Sequence[MessageFunction],
-        subscribed: Callable[[MessageFunction, type, str], Mapping[type, Sequence[AggregateModel]]],
+        subscribed: Callable[[type, str], Mapping[type, Sequence[AggregateModel]]],
     ) -> RegisteredProcessor:
         bound: dict[type, list[BoundFunction]] = {}
         aggregates: dict[AggregateModel, None] = {}
@@ -210,7 +211,10 @@ class FunctionRegistry:
                 self._check_transaction(model, function, arguments, where)
             one = BoundFunction(where, function.takes_envelope, getattr(processor, function.name), arguments)
             for cls in function.handles:
-                for message, publishers in subscribed(function, cls, where).items():
+                found = subscribed(cls, where)
+                for name, state in arguments.states.items():
+                    self._check_state(f"{where} takes {name}", state, cls, found.values())
+                for message, publishers in found.items():
                     if one not in bound.setdefault(message, []):
                         bound[message].append(one)
                     aggregates |= dict.fromkeys(publishers)

@@ -10,6 +10,7 @@ from attrs import frozen
 from trio_wow.domain._functions import AGGREGATE, FunctionKind, Parameter, Source, message_functions
 from trio_wow.errors import (
     AggregateDeletedError,
+    AggregateExistsError,
     AggregateNotDeletedError,
     AggregateNotFoundError,
     UnsourcedEventError,
@@ -149,6 +150,8 @@ class AggregateModel:
                 table: dict[type, Any] = self._decide if function.kind is FunctionKind.COMMAND else self._source
                 if function.kind is FunctionKind.COMMAND:
                     _check_command(message, where)
+                    if message in ANY_AGGREGATE_COMMANDS and function.exists is False:
+                        raise TypeError(f"{where}: {message.__name__} is for what exists; leave `exists=False` out")
                 if message in table:
                     raise TypeError(
                         f"{where} is a second @{function.kind.value} function for {message.__name__}; keep one"
@@ -211,20 +214,25 @@ class AggregateModel:
         return events
 
     def check_life(self, command: object, aggregate_id: AggregateId, version: int, *, deleted: bool) -> None:
-        """Refuse a command that an aggregate cannot have, since it is deleted, or not deleted, or does not exist.
+        """Refuse a command that an aggregate cannot have: since it is deleted or is not, or exists or does not.
 
         Raises:
-            AggregateNotFoundError: it is to be deleted or recovered, and nothing has happened to it.
+            AggregateNotFoundError: the command wants it to exist, as to be deleted or recovered does, and nothing has
+                happened to it.
             AggregateDeletedError: it is deleted, and the command does not recover it.
             AggregateNotDeletedError: it is to be recovered, and is not deleted.
+            AggregateExistsError: the command wants a new one, and something has happened to it.
         """
-        if not version and type(command) in ANY_AGGREGATE_COMMANDS:
+        exists = self.command_function(type(command)).exists
+        if not version and (exists is True or type(command) in ANY_AGGREGATE_COMMANDS):
             raise AggregateNotFoundError(aggregate_id)
         recovers = type(command) is RecoverAggregate
         if deleted and not recovers:
             raise AggregateDeletedError(aggregate_id, version)
         if recovers and not deleted:
             raise AggregateNotDeletedError(aggregate_id, version)
+        if version and exists is False:
+            raise AggregateExistsError(aggregate_id, version)
 
     def deleted_after(self, event: object, deleted: bool) -> bool:
         """Return whether an aggregate is deleted after an event, given whether it was before."""

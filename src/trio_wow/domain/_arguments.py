@@ -20,7 +20,8 @@ class Arguments:
 
     Attributes:
         transaction: the parameter that takes the store's transaction, if there is one.
-        needs_state: whether it takes the state of its aggregate.
+        states: the classes of the parameters that take the state of its aggregate, by their names.
+        needs_state: whether there are some.
     """
 
     def __init__(
@@ -33,7 +34,10 @@ class Arguments:
         transaction_type: type | None = None,
     ) -> None:
         self.transaction: str | None = None
-        self.needs_state = any(each.source is Source.STATE for each in parameters)
+        self.states: dict[str, type] = {
+            each.name: each.annotation for each in parameters if each.source is Source.STATE
+        }
+        self.needs_state = bool(self.states)
         self._services: dict[str, object] = {}
         self._others = [(each.name, each.source) for each in parameters if each.source is not Source.SERVICE]
         for parameter in parameters:

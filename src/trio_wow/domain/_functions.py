@@ -50,6 +50,7 @@ _ENVELOPES: dict[FunctionKind, tuple[Any, ...]] = {
     FunctionKind.STATE_EVENT: (StateEvent, DomainEventStream),
 }
 """What a function of each kind may take beside the body."""
+_ALL_ENVELOPES = (CommandMessage, DomainEvent, DomainEventStream, StateEvent)
 
 
 class Source(enum.Enum):
@@ -243,7 +244,7 @@ def _read(function: Callable[..., object], mark: _Mark, name: str, where: str) -
     return MessageFunction(
         name=name,
         kind=mark.kind,
-        handles=_classes(typing.get_args(message)[0] if takes_envelope else message, where),
+        handles=_classes(typing.get_args(message)[0], where) if takes_envelope else _classes(message, where, envelope),
         takes_envelope=takes_envelope,
         is_async=inspect.iscoroutinefunction(function),
         parameters=tuple(_parameter(function, each, mark.kind, where) for each in parameters[leading:]),
@@ -265,7 +266,7 @@ def _parameter(
         source = Source.HEADERS
     elif annotation in _ENVELOPES[kind]:
         source = Source.STREAM if annotation is DomainEventStream else Source.ENVELOPE
-    elif annotation in (CommandMessage, DomainEvent, DomainEventStream, StateEvent):
+    elif annotation in _ALL_ENVELOPES:
         legal = " or ".join(each.__name__ for each in _ENVELOPES[kind])
         raise TypeError(f"{where}: {parameter.name!r} cannot be a {annotation.__name__} here; write {legal}")
     elif not isinstance(annotation, type) or annotation is object:
@@ -284,16 +285,23 @@ def _annotation(function: Callable[..., object], parameter: inspect.Parameter, w
     try:
         # Only this one annotation: what the others name may be known to type checkers alone.
         scope = inspect.unwrap(function).__globals__
-        annotation = typing.get_type_hints(_Annotated(message=parameter.annotation), scope)["message"]
-        if sys.version_info >= (3, 12):
-            while isinstance(annotation, typing.TypeAliasType):
-                annotation = annotation.__value__
+        return _unaliased(typing.get_type_hints(_Annotated(message=parameter.annotation), scope)["message"])
     except Exception as error:
-        raise TypeError(
-            f"{where}: the annotation {parameter.annotation!r} cannot be resolved ({error}); "
-            "import the class at module level, outside `if TYPE_CHECKING`"
-        ) from error
+        raise _unresolved(parameter.annotation, where, error) from error
+
+
+def _unaliased(annotation: Any) -> Any:
+    if sys.version_info >= (3, 12):
+        while isinstance(annotation, typing.TypeAliasType):
+            annotation = annotation.__value__
     return annotation
+
+
+def _unresolved(annotation: Any, where: str, error: Exception) -> TypeError:
+    return TypeError(
+        f"{where}: the annotation {annotation!r} cannot be resolved ({error}); "
+        "import the class at module level, outside `if TYPE_CHECKING`"
+    )
 
 
 def _parameters(function: Callable[..., object]) -> list[inspect.Parameter]:
@@ -313,14 +321,45 @@ class _Annotated:
         self.__annotations__ = annotations
 
 
-def _classes(annotation: Any, where: str) -> tuple[type, ...]:
-    """Return the classes that an annotation names: one, or those of a union."""
-    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
-    classes = typing.get_args(annotation) if is_union else (annotation,)
+def _classes(annotation: Any, where: str, envelope: Any = None) -> tuple[type, ...]:
+    """Return the classes that an annotation names: one, or those of a union.
+
+    Args:
+        annotation: what is written.
+        where: the class and the method, for problems.
+        envelope: what the function may have written around it.
+    """
+    try:
+        classes = tuple(_members(annotation))
+    except Exception as error:  # an alias is evaluated when it is looked at
+        raise _unresolved(annotation, where, error) from error
     for cls in classes:
+        outer = typing.get_origin(cls) or cls
+        if outer in _ALL_ENVELOPES and outer is not envelope:
+            around = "" if envelope is None else f", or {envelope.__name__}[...] around it"
+            raise TypeError(
+                f"{where}: the annotation {annotation!r} must name one message class or a union of several{around}, "
+                f"not {outer.__name__}; what a message travels in may be a further parameter"
+            )
         if not isinstance(cls, type) or cls in (object, typing.Any, type(None)):
-            hint = "; put the union inside the brackets" if typing.get_origin(cls) in (DomainEvent, StateEvent) else ""
+            hint = "; put the union inside the brackets" if outer is envelope else ""
             raise TypeError(
                 f"{where}: the annotation {annotation!r} must name one message class or a union of several{hint}"
             )
+        try:
+            issubclass(object, cls)
+        except TypeError as error:
+            raise TypeError(
+                f"{where}: {cls.__name__} cannot say which classes inherit from it ({error}); name a message class, or "
+                "an ordinary class that several inherit from"
+            ) from error
     return tuple(dict.fromkeys(classes))
+
+
+def _members(annotation: Any) -> Iterator[Any]:
+    annotation = _unaliased(annotation)
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        for each in typing.get_args(annotation):
+            yield from _members(each)
+    else:
+        yield annotation

@@ -1,9 +1,7 @@
 """Keyed execution: items of one key in order, different keys in parallel; and in groups. Knows nothing of messages."""
 
-from trio_wow.execution._blocking import running_function as running_function
 from trio_wow.execution._errors import split_cancelled as split_cancelled
 from trio_wow.execution._executor import KeyedExecutor as KeyedExecutor
-from trio_wow.execution._leaks import no_leaked_scope as no_leaked_scope
 from trio_wow.execution._plain import is_async as is_async
 from trio_wow.execution._plain import refuse_awaitable as refuse_awaitable
 from trio_wow.execution._scheduler import AggregateScheduler as AggregateScheduler
@@ -19,6 +17,7 @@ from trio_wow.execution._statistics import KeyedExecutorStatistics as KeyedExecu
 from trio_wow.execution._statistics import WorkerStatistics as WorkerStatistics
 from trio_wow.execution._threads import blocking as blocking
 from trio_wow.execution._threads import direct as direct
+from trio_wow.execution._user_call import user_call as user_call
 
 __all__ = [
     "AggregateScheduler",
@@ -36,8 +35,7 @@ __all__ = [
     "direct",
     "group_key",
     "is_async",
-    "no_leaked_scope",
     "refuse_awaitable",
-    "running_function",
     "split_cancelled",
+    "user_call",
 ]

@@ -14,11 +14,11 @@ from trio_wow.errors import CancelScopeLeakError, ExecutorClosedError
 from trio_wow.execution._blocking import BlockingCallGuard
 from trio_wow.execution._errors import split_cancelled
 from trio_wow.execution._lane import Lane, RunAsync, RunPlain, run_async, run_plain
-from trio_wow.execution._leaks import outweighs_leak
 from trio_wow.execution._mailbox import Mailbox
 from trio_wow.execution._plain import is_async, name_of, refuse_awaitable
 from trio_wow.execution._source import BatchSource, DemandSource, IterableSource
 from trio_wow.execution._threads import Threads, pin_of
+from trio_wow.execution._user_call import outweighs_leak
 from trio_wow.execution._worker import Workers
 
 __all__ = ["Dispatch"]

@@ -27,7 +27,8 @@ class CommandError:
         code: the name of the error's class.
         text: the error's text.
         undecided: whether nothing was decided for or against the command, because the store could not be used or
-            another writer was first: the same command with the same request ID may still succeed.
+            another writer was first: the same command with the same request ID may still succeed. Of a group every
+            leaf must say so.
     """
 
     code: str
@@ -41,8 +42,13 @@ class CommandError:
             text = str(error)
         except Exception as failure:
             text = f"its text cannot be shown: {type(failure).__name__}"
-        undecided = isinstance(error, StoreError | VersionConflictError | AppendOutcomeUnknownError)
-        return cls(type(error).__name__, text, undecided)
+        return cls(type(error).__name__, text, _is_undecided(error))
+
+
+def _is_undecided(error: BaseException) -> bool:
+    if isinstance(error, BaseExceptionGroup):
+        return all(map(_is_undecided, error.exceptions))
+    return isinstance(error, StoreError | VersionConflictError | AppendOutcomeUnknownError)
 
 
 @frozen(kw_only=True)

@@ -57,10 +57,10 @@ class ActivityLease:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self.close()  # first, since leaving in another context than the one it was entered in is an error
         if self._token is not None:
             _current_lease.reset(self._token)
             self._token = None
-        self.close()
 
     def __repr__(self) -> str:
         return f"<lease {self.name!r}: {'open' if self._open else 'closed'}>"

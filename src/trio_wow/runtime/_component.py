@@ -83,7 +83,8 @@ class RuntimeComponent(Protocol):
     async def stop(self) -> None:
         """Wait until all that was taken has finished, then release what is held.
 
-        The component's own tasks end by the time this returns; the stop of the runtime waits for one that goes on.
+        The component's own tasks end by the time this returns, for which it may cancel its nursery; the stop of the
+        runtime waits for one that goes on.
 
         Cancellation: the deadline has passed; `force_stop` follows.
         """

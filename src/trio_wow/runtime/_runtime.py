@@ -34,8 +34,14 @@ class _Slot:
         self.scope = trio.CancelScope()
         self.prepared = False
         self.step: str | None = None
+        self.cut_off = False
         self.released = trio.Event()
         self.left = trio.Event()
+
+    @property
+    def waiting_for(self) -> str | None:
+        """The step that it is in, or that a forced stop has just interrupted."""
+        return "stop" if self.cut_off else self.step
 
 
 class Runtime:
@@ -142,7 +148,9 @@ class Runtime:
             BaseException: what a component raised. A single error itself; several, a forced stop included, as a group
                 with the first one first. A `SystemExit` comes as `HandlerExitError`.
 
-        Cancellation: asks for a stop, finishes in order within the deadline, then `Cancelled` is raised.
+        Cancellation: asks for a stop, finishes in order within the deadline, then `Cancelled` is raised. A
+            `KeyboardInterrupt`, where this is the main task and takes no signals, asks for a stop too, or forces one
+            that has begun, and is raised.
         """
         if self._state is not RuntimeState.NEW:
             raise RuntimeStateError("serve can be called only once; make a new Runtime", self._state.name)
@@ -156,6 +164,8 @@ class Runtime:
         finally:
             if takes_signals:
                 _signals_free.release()
+            self._state = RuntimeState.STOPPED
+            self._stopped.set()
 
     async def _serve(self, task_status: trio.TaskStatus["Runtime"], *, takes_signals: bool) -> None:
         self._state = RuntimeState.STARTING
@@ -166,18 +176,23 @@ class Runtime:
                 self._force("force_stop()")
         cancelled: BaseException | None = None
         try:
-            async with trio.open_nursery() as watch:
-                watch.start_soon(self._watch_cancellation, name="runtime cancellation watch")
-                with trio.CancelScope(shield=True):
-                    await self._run(task_status, takes_signals=takes_signals)
-                watch.cancel_scope.cancel()
+            async with trio.open_nursery() as nursery:
+                # Not in this task: where it is the main one, Trio raises Ctrl+C in the middle of what it waits for.
+                nursery.start_soon(self._run_shielded, task_status, takes_signals, nursery.cancel_scope, name="runtime")
+                while True:
+                    try:
+                        await trio.sleep_forever()
+                    except trio.Cancelled:
+                        self._begin_stop()
+                        raise
+                    except BaseException as error:
+                        if self._state is RuntimeState.STOPPING:
+                            self._force(type(error).__name__)
+                        self._fail(error)
         except BaseException as error:
             cancelled, failure = split_cancelled(error)
             if failure is not None:
                 self._errors.append(_without_exit(failure))
-        finally:
-            self._state = RuntimeState.STOPPED
-            self._stopped.set()
         if cancelled is not None:
             if not self._errors:
                 await trio.lowlevel.checkpoint_if_cancelled()
@@ -218,7 +233,8 @@ class Runtime:
         if self._token is None:
             return
         act = self._begin_stop if what == "stop" else self._force_by_request
-        if trio.lowlevel.in_trio_run() and trio.lowlevel.current_trio_token() is self._token:
+        # Not between tasks: a signal handler may have interrupted Trio's own scheduling there.
+        if trio.lowlevel.in_trio_task() and trio.lowlevel.current_trio_token() is self._token:
             act()
             return
         try:
@@ -251,6 +267,9 @@ class Runtime:
         if rest is not None:
             self._reported.extend(_leaves(rest))
             self._errors.append(_without_exit(rest))
+        self._begin_to_fail()
+
+    def _begin_to_fail(self) -> None:
         self._admission.close()
         self._begin_stop()
         self._start_scope.cancel()
@@ -275,13 +294,6 @@ class Runtime:
             if scope.cancel_called:
                 raise cancelled
             self._fail(RuntimeError(f"{what} raised trio.Cancelled although nothing had been cancelled"))
-
-    async def _watch_cancellation(self) -> None:
-        try:
-            await trio.sleep_forever()
-        except trio.Cancelled:
-            self._begin_stop()
-            raise
 
     async def _watch_deadline(self) -> None:
         """Force the stop where a step that shields itself keeps `_start` or `_stop` from doing so."""
@@ -310,6 +322,13 @@ class Runtime:
             async for number in received:
                 self._force(f"a second signal ({signal.Signals(number).name})")
 
+    async def _run_shielded(
+        self, task_status: trio.TaskStatus["Runtime"], takes_signals: bool, until: trio.CancelScope
+    ) -> None:
+        with trio.CancelScope(shield=True):
+            await self._run(task_status, takes_signals=takes_signals)
+        until.cancel()
+
     async def _run(self, task_status: trio.TaskStatus["Runtime"], *, takes_signals: bool) -> None:
         async with trio.open_nursery() as tree:
             if takes_signals:
@@ -322,7 +341,7 @@ class Runtime:
                 self._state = RuntimeState.RUNNING
                 self._served = True
                 self._admission.open_intake()
-                task_status.started(self)
+                self._guarded(partial(task_status.started, self))
             await self._stop_requested.wait()
             await self._stop()
             tree.cancel_scope.cancel()
@@ -332,13 +351,20 @@ class Runtime:
             with slot.scope:
                 async with trio.open_nursery(strict_exception_groups=True) as slot.nursery:
                     task_status.started()
-                    await slot.released.wait()
+                    try:
+                        await slot.released.wait()
+                    except trio.Cancelled:
+                        # A task has failed. What it raised comes when the others have left, which may take its time.
+                        if slot.step != "stop" and not slot.scope.cancel_called:
+                            self._begin_to_fail()
+                        raise
         except BaseExceptionGroup as group:
             # The nursery's own group, one layer: what a task raised stays as it is, groups included.
             for error in group.exceptions:
                 self._fail(error)
         else:
-            if not slot.released.is_set() and not slot.scope.cancel_called:
+            # A component may end its own tasks by cancelling its nursery when it stops.
+            if slot.step != "stop" and not slot.released.is_set() and not slot.scope.cancel_called:
                 self._fail(
                     RuntimeError(f"a task of {slot.name} raised trio.Cancelled although nothing had been cancelled")
                 )
@@ -358,6 +384,7 @@ class Runtime:
             for slot in self._slots:
                 if not self._stop_requested.is_set():
                     slot.component.start()
+            await trio.lowlevel.checkpoint_if_cancelled()
             await self._catch_up()
         except BaseException as error:
             self._absorb(error, self._start_scope, "the start of a component")
@@ -377,8 +404,12 @@ class Runtime:
             if nursery.cancel_scope.cancel_called:
                 raise RuntimeError("caught_up of a component raised trio.Cancelled although nothing had been cancelled")
         except BaseExceptionGroup as group:
-            for error in group.exceptions:
-                self._absorb(error, self._start_scope, "caught_up of a component")
+            # All failures before the cancellation, which ends this.
+            cancelled, failures = group.split(trio.Cancelled)
+            for error in () if failures is None else failures.exceptions:
+                self._fail(error)
+            if cancelled is not None:
+                self._absorb(cancelled, self._start_scope, "caught_up of a component")
 
     async def _stop(self) -> None:
         prepared = [slot for slot in self._slots if slot.prepared]
@@ -391,9 +422,11 @@ class Runtime:
             for slot in prepared:
                 self._guarded(slot.component.quiesce)
             for slot in reversed(prepared):
+                forced = self._graceful.cancel_called
                 try:
                     await self._in_step(slot, "stop", slot.component.stop)
                 except BaseException as error:
+                    slot.cut_off = self._graceful.cancel_called and not forced
                     self._absorb(error, self._graceful, f"stop of {slot.name}")
                 slot.released.set()
                 await slot.left.wait()
@@ -434,7 +467,7 @@ class Runtime:
         """
         slots = [slot for slot in reversed(self._slots) if slot.prepared and not slot.left.is_set()]
         held = {
-            slot.name: (*(() if slot.step is None else (f"its {slot.step}()",)), *_task_names(slot.nursery))
+            slot.name: (*((f"its {step}()",) if (step := slot.waiting_for) else ()), *_task_names(slot.nursery))
             for slot in slots
         }
         if not held and (dispatches := self._executor.statistics().dispatches):
@@ -455,7 +488,7 @@ class Runtime:
             slot.step = None
 
     def _guarded(self, step: Callable[[], object]) -> None:
-        """Run one step of one component; its failure must not keep the others from stopping."""
+        """Run one step that does not wait; its failure must not keep components from stopping."""
         try:
             step()
         except BaseException as error:
@@ -505,5 +538,10 @@ def _without_exit(error: BaseException) -> BaseException:
     if isinstance(error, BaseExceptionGroup):
         inner = [_without_exit(leaf) for leaf in error.exceptions]
         if any(new is not old for new, old in zip(inner, error.exceptions, strict=True)):
-            return BaseExceptionGroup(error.message, inner).with_traceback(error.__traceback__)
+            group = BaseExceptionGroup(error.message, inner).with_traceback(error.__traceback__)
+            group.__cause__, group.__context__ = error.__cause__, error.__context__
+            group.__suppress_context__ = error.__suppress_context__
+            for note in getattr(error, "__notes__", ()):  # says of which message it came
+                group.add_note(note)
+            return group
     return error

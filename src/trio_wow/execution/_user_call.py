@@ -1,4 +1,4 @@
-"""Finding cancel scopes that a function left open."""
+"""Calling the functions of others: naming them, and finding cancel scopes that they left open."""
 
 from math import inf
 from types import TracebackType
@@ -6,9 +6,10 @@ from types import TracebackType
 import trio
 
 from trio_wow.errors import CancelScopeLeakError
+from trio_wow.execution._blocking import running_function
 from trio_wow.execution._errors import split_cancelled
 
-__all__ = ["no_leaked_scope", "outweighs_leak"]
+__all__ = ["outweighs_leak", "user_call"]
 
 
 def outweighs_leak(error: BaseException, *, cancelled_outside: bool) -> bool:
@@ -22,19 +23,21 @@ def outweighs_leak(error: BaseException, *, cancelled_outside: bool) -> bool:
     return (cancelled is not None and cancelled_outside) or not isinstance(failure, Exception | None)
 
 
-class no_leaked_scope:  # noqa: N801 - used like a function
-    """Run user code, and leave the task as it was before: a cancel scope that the code left open is closed.
+class user_call:  # noqa: N801 - used like a function
+    """Run a function for somebody else: it is what a blocking call is reported of, and the task is left as it was.
+
+    A cancel scope that the function left open is closed.
 
     Args:
-        function: the name of what is run, for the error.
-        key: what it is run for, for the error.
+        function: the function's name.
+        key: what it is called for, for the error.
 
     Raises:
         CancelScopeLeakError: it left one open; the `Exception` it raised, if any, is the cause.
         BaseException: what it raised. What is no `Exception` outweighs a leak, which becomes a note on it.
     """
 
-    __slots__ = ("_function", "_key", "_scope")
+    __slots__ = ("_function", "_key", "_scope", "_token")
 
     def __init__(self, function: str, key: object) -> None:
         self._function = function
@@ -42,11 +45,13 @@ class no_leaked_scope:  # noqa: N801 - used like a function
         self._scope = trio.CancelScope()
 
     def __enter__(self) -> None:
+        self._token = running_function.set(self._function)
         self._scope.__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        running_function.reset(self._token)
         try:
             self._scope.__exit__(None, None, None)  # what was raised passes by: this scope is never cancelled
         except RuntimeError:  # Trio's complaint about a scope that is not the innermost one, which it has closed
