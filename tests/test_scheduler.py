@@ -330,6 +330,42 @@ class TestSupplier:
                 scheduler.force_stop()
         assert repr(caught.value.exceptions) == "(ValueError('on the way out'),)"
 
+    @pytest.mark.parametrize(("forced", "executor"), [(True, "another"), (False, "orders")])
+    async def test_an_error_of_work_that_looks_like_a_forced_stop_is_not_lost(
+        self, forced: bool, executor: str
+    ) -> None:
+        async def work() -> None:
+            try:
+                if forced:
+                    await trio.sleep_forever()
+            finally:
+                raise ExecutorClosedError(executor, "it refuses new dispatches")
+
+        with pytest.raises(ExceptionGroup) as caught:
+            async with trio.open_nursery() as nursery:
+                scheduler = AggregateScheduler("orders", nursery=nursery)
+                scheduler.schedule("a", work)
+                await wait_all_tasks_blocked()
+                if forced:
+                    scheduler.force_stop()
+        assert caught.group_contains(ExecutorClosedError, match=f"{executor!r} is closed")
+
+    async def test_a_scheduler_that_was_forced_refuses(self, nursery: trio.Nursery) -> None:
+        scheduler = AggregateScheduler("orders", nursery=nursery)
+        scheduler.force_stop()
+        with pytest.raises(SchedulerClosedError):
+            scheduler.schedule("a", trio.sleep_forever)
+        with pytest.raises(SchedulerClosedError):
+            await scheduler.dispatch(ListSource([1]), key=itself, handler=forever)
+
+    async def test_who_was_cancelled_hears_of_that_and_not_of_a_stop(self, nursery: trio.Nursery) -> None:
+        scheduler = AggregateScheduler("orders", nursery=nursery)
+        scheduler.force_stop()
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            await scheduler.dispatch(ListSource([1]), key=itself, handler=forever)
+        assert scope.cancelled_caught
+
     async def test_an_executor_that_work_found_closed_is_an_error(self) -> None:
         with pytest.raises(ExceptionGroup) as caught:
             async with trio.open_nursery() as nursery:

@@ -16,7 +16,7 @@ from attrs import frozen
 from trio_wow.errors import ExecutorClosedError, SchedulerClosedError, printable
 from trio_wow.execution._blocking import running_function
 from trio_wow.execution._executor import KeyedExecutor
-from trio_wow.execution._plain import is_async, name_of, yields
+from trio_wow.execution._plain import is_async, name_of
 from trio_wow.execution._source import BatchSource, ChannelSource
 
 __all__ = [
@@ -186,7 +186,7 @@ class AggregateScheduler:
         await trio.lowlevel.checkpoint_if_cancelled()
         if self._closed:
             raise SchedulerClosedError(self.name, "it refuses new dispatches")
-        if is_async(handler) and not yields(handler):
+        if is_async(handler):
             handler = self._measured(handler)
         await self._executor.dispatch(source, key=key, handler=handler, on_error=on_error, on_discard=on_discard)
 
