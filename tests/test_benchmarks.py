@@ -14,8 +14,9 @@ import pytest
 from contenders import CONTENDERS, Contender, Item, Load
 from keyed_dispatch import WrongResultError, verify
 
-PROGRAM = Path(__file__).parents[1] / "benchmarks" / "keyed_dispatch.py"
-ADAPTIVE = PROGRAM.with_name("adaptive.py")
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+PROGRAM = BENCHMARKS / "keyed_dispatch.py"
+ADAPTIVE = BENCHMARKS / "adaptive.py"
 TINY = ("--items", "40", "--rounds", "1")
 
 
@@ -112,6 +113,42 @@ def test_the_benchmark_of_adaptive_execution_refuses_wrong_arguments() -> None:
         done = subprocess.run([sys.executable, str(ADAPTIVE), *arguments], capture_output=True, text=True, timeout=100)
         assert done.returncode == 2
         assert said in done.stderr
+
+
+def scheduling(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(BENCHMARKS / "scheduling.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+
+
+def test_the_scheduling_strategies_are_shown_beside_each_other(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    done = scheduling("--quick", "--items", "200", "--ids", "64", "--rounds", "1", "--json", str(path))
+    assert (done.returncode, done.stderr) == (0, "")
+    report = json.loads(path.read_text())
+    assert [(cost["handler"], cost["keys"], cost["contender"]) for cost in report["costs"]] == [
+        (handler, keys, strategy)
+        for handler in ("noop", "yield")
+        for keys in (1, 100, 200)
+        for strategy in ("keyed", "grouped")
+    ]
+    keyed, _, few = report["retries"]
+    assert (keyed["strategy"], keyed["groups"], keyed["ids"], keyed["sharing"]) == ("keyed", None, 64, 0)
+    assert (few["strategy"], few["groups"], few["ids"]) == ("grouped", 16, 64)
+    assert few["sharing"] > 0
+    assert done.stdout.count("µs/item") == len(report["costs"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--items", "0"), "argument --items: must be at least 1, not 0"),
+        (("--json", "/nowhere/report.json"), "--json /nowhere/report.json is in no folder that exists"),
+    ],
+)
+def test_a_wrong_argument_of_the_scheduling_benchmark_is_refused(arguments: tuple[str, ...], said: str) -> None:
+    done = scheduling(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr
 
 
 ITEMS = [(number % 2, number) for number in range(6)]

@@ -39,6 +39,7 @@ from flight_data import (
 )
 from trio_wow import App, CommandGateway, Domain, InMemoryEventStore, KeyedExecutor, Runtime
 from trio_wow.adapters.sqlite import SqliteStore
+from trio_wow.dispatch import GroupedScheduling
 from trio_wow.errors import (
     AdmissionClosedError,
     AppendOutcomeUnknownError,
@@ -199,12 +200,15 @@ class Outcome:
     seconds: float
 
 
-async def replay(path: Path, total: int, store_path: Path | None, console: Console) -> Outcome:
+async def replay(
+    path: Path, total: int, store_path: Path | None, scheduling: GroupedScheduling | None, console: Console
+) -> Outcome:
     """Serve the application, feed it the flights of a file, stop it in order, and read its store."""
     domain = Domain([Aircraft, WorkOrder])
     views = Views()
     async with open_store(store_path, domain.serializer) as store:
-        app = App(domain, [views.carriers, views.airports, views.aircraft, Maintenance()], store=store)
+        processors = [views.carriers, views.airports, views.aircraft, Maintenance()]
+        app = App(domain, processors, store=store, scheduling=scheduling)
         # No quiet period: what an operation causes takes its lease first, so when none is held nothing is to come.
         strict = evolve(app.settings, dispatch=evolve(app.settings.dispatch, blocking_calls="raise"))
         runtime = app.runtime(settings=strict, shutdown_quiet_period=0)
@@ -291,7 +295,14 @@ async def show_progress(feed: Feed, total: int, runtime: Runtime, console: Conso
             progress.update(bar, completed=feed.done)
 
 
-def run(path: Path, store_path: Path | None, troubles: StoreTrouble, *, show_rejected: bool) -> int:
+def run(
+    path: Path,
+    store_path: Path | None,
+    scheduling: GroupedScheduling | None,
+    troubles: StoreTrouble,
+    *,
+    show_rejected: bool,
+) -> int:
     """Read, replay, report, check. Returns the exit code."""
     try:
         survey = survey_flights(path)
@@ -305,7 +316,7 @@ def run(path: Path, store_path: Path | None, troubles: StoreTrouble, *, show_rej
     say(f"{path.name}: {survey.rows:,} rows, {survey.flights:,} accepted")
     say(f"replaying {survey.flights:,} flights of {len(survey.aircraft):,} aircraft")
     console = Console(highlight=False)
-    outcome = trio.run(replay, path, survey.flights, store_path, console)
+    outcome = trio.run(replay, path, survey.flights, store_path, scheduling, console)
     logged, orders = outcome.check.flights, outcome.check.work_orders
     done = f"{logged:,} of {survey.flights:,} flights logged, {orders:,} work orders opened"
     trouble = outcome.feed.trouble.text if outcome.feed.trouble else None
@@ -417,6 +428,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="SQLite file to keep everything in; made if it does not exist (default: in memory)",
     )
     parser.add_argument(
+        "--scheduling",
+        choices=("keyed", "grouped"),
+        default="keyed",
+        help="keyed: a mailbox for each aircraft (default); grouped: a fixed number of groups that aircraft share",
+    )
+    parser.add_argument(
         "--show-rejected", action="store_true", help="list the rejected rows, with line number and reason"
     )
     options = parser.parse_args(arguments)
@@ -431,7 +448,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 logger = logging.getLogger(name)
                 logger.addFilter(troubles)
                 undo.callback(logger.removeFilter, troubles)
-            code = run(options.file, options.store, troubles, show_rejected=options.show_rejected)
+            scheduling = GroupedScheduling() if options.scheduling == "grouped" else None
+            code = run(options.file, options.store, scheduling, troubles, show_rejected=options.show_rejected)
     except* KeyboardInterrupt:
         # Before or after the runtime, which takes the signal while it serves.
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -29,6 +29,7 @@ __all__ = [
     "InvalidIdentifierError",
     "NoSubscriberError",
     "RuntimeStateError",
+    "SchedulerClosedError",
     "SelfWaitError",
     "SerializationError",
     "SettingsError",
@@ -105,6 +106,18 @@ class ExecutorClosedError(WowError):
     def __init__(self, executor: str, what: str) -> None:
         super().__init__(f"executor {executor!r} is closed: {what}")
         self.executor = executor
+
+
+class SchedulerClosedError(WowError):
+    """An aggregate scheduler, or the supplier of several, was asked for more after it had ended. Nothing was taken.
+
+    Attributes:
+        name: the scheduler's or the supplier's.
+    """
+
+    def __init__(self, name: str, what: str) -> None:
+        super().__init__(f"scheduler {name!r} is closed: {what}")
+        self.name = name
 
 
 class CancelScopeLeakError(WowError):

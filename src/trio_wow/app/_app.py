@@ -16,6 +16,7 @@ from trio_wow.dispatch import (
     Filter,
     FilterChain,
     FunctionRegistry,
+    GroupedScheduling,
     ProcessorOptions,
     ProjectionDispatcher,
     Retry,
@@ -64,6 +65,8 @@ class App:
         event_retry: tries functions of processors again; by default `Retry()`.
         failures: is told of what has failed for good: functions of processors, and publications; by default a
             `LoggingFailureRecorder`. Give it the store, if that is a `FailureStore`, to let what is recorded pass.
+        scheduling: in groups of aggregate IDs; `None` for keyed execution, in a mailbox for each. `docs/scheduling.md`
+            says when to take which.
         max_hops: how many of sagas' commands may follow one another; a positive int.
         settings: of its runtimes; `None` for what `load_settings` finds in the environment and in a file when the first
             runtime is made. `trio-wow run` reads neither where they are given: only its options go before them.
@@ -95,6 +98,7 @@ class App:
         command_retry: Retry | None = None,
         event_retry: Retry | None = None,
         failures: FailureRecorder | None = None,
+        scheduling: GroupedScheduling | None = None,
         max_hops: int = 32,
         settings: Settings | None = None,
     ) -> None:
@@ -116,6 +120,7 @@ class App:
         self._event_retry = event_retry if event_retry is not None else Retry()
         self.failures = failures if failures is not None else LoggingFailureRecorder()
         self._retries = FailureRetries(self.failures, self.store)
+        self._scheduling = scheduling
         self._max_hops = max_hops
         self._processors = list(processors)
         self._registry = FunctionRegistry(
@@ -240,6 +245,7 @@ class App:
                 function_filters=FilterChain([self._command_retry, *self.function_filters]),
                 failures=self.failures,
                 retries=self._retries,
+                scheduling=self._scheduling,
             )
         )
         options: ProcessorOptions = {
@@ -250,6 +256,7 @@ class App:
             "function_filters": FilterChain([self._event_retry, *self.function_filters]),
             "failures": self.failures,
             "retries": self._retries,
+            "scheduling": self._scheduling,
         }
         if ProcessorKind.EVENT in kinds:
             components.append(EventDispatcher(registry, events, **options))
@@ -259,6 +266,14 @@ class App:
             saga = SagaDispatcher(registry, events, commands, results=self._results, max_hops=self._max_hops, **options)
             components.append(saga)
         if snapshots:
-            components.append(SnapshotDispatcher(domain, states, self.repository, filters=FilterChain(self.filters)))
+            components.append(
+                SnapshotDispatcher(
+                    domain,
+                    states,
+                    self.repository,
+                    filters=FilterChain(self.filters),
+                    scheduling=self._scheduling,
+                )
+            )
         components.append(self.gateway)
         return components

@@ -14,6 +14,7 @@ from trio_wow.dispatch._failures import FailureRetries, record
 from trio_wow.dispatch._filters import FilterChain, Handling, Outcome, Retry, StageNotifier, leaves
 from trio_wow.dispatch._registry import FunctionRegistry
 from trio_wow.dispatch._results import CommandResults
+from trio_wow.dispatch._scheduling import GroupedScheduling
 from trio_wow.dispatch._waits import handles
 from trio_wow.domain import CommandFunction, Domain
 from trio_wow.errors import (
@@ -87,6 +88,8 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
         function_filters: around each attempt to decide and append; by default a `Retry` of version conflicts.
         failures: is told of publications that can never succeed; by default a `LoggingFailureRecorder`.
         retries: tries those again, when it is told to.
+        scheduling: in groups of aggregate IDs, where a command that is tried again delays all of its group; `None` for
+            keyed execution, in a mailbox for each ID.
         name: the component and its consumer group.
     """
 
@@ -105,11 +108,12 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
         function_filters: FilterChain | None = None,
         failures: FailureRecorder | None = None,
         retries: FailureRetries | None = None,
+        scheduling: GroupedScheduling | None = None,
         name: str = "command-dispatcher",
     ) -> None:
         if filters is None:
             filters = FilterChain([StageNotifier(results)] if results is not None else [])
-        super().__init__(name, bus, domain.aggregates, filters)
+        super().__init__(name, bus, domain.aggregates, filters, scheduling)
         self.function_filters = function_filters if function_filters is not None else FilterChain([conflict_retry()])
         self._store = store
         self._repository = repository if repository is not None else AggregateRepository(domain, store)

@@ -1,13 +1,15 @@
 """What all dispatchers have in common: receivers, leases, mailboxes, the component's life."""
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Iterable
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 import trio
 
 from trio_wow.buses import MessageBus, MessageExchange, MessageReceiver, Subscription
 from trio_wow.dispatch._filters import FilterChain, Handling, Outcome
+from trio_wow.dispatch._scheduling import GroupedScheduling, Groups
 from trio_wow.domain import AggregateModel
 from trio_wow.errors import AdmissionClosedError, FailureNotRetryableError
 from trio_wow.eventsourcing import FailedExecution, FailureStore
@@ -31,7 +33,8 @@ class MessageDispatcher(ABC, Generic[M]):
     """A runtime component that handles messages in order per aggregate ID, in parallel across IDs.
 
     It has one receiver for each bounded context of its aggregates, in the consumer group that has its name, and a
-    window of its own for each.
+    window of its own for each. With a `GroupedScheduling` it has one for each aggregate, and handles messages in order
+    per group of aggregate IDs.
 
     Attributes:
         name: the component's name, and its consumer group's.
@@ -44,16 +47,17 @@ class MessageDispatcher(ABC, Generic[M]):
         bus: MessageBus[M],
         aggregates: Iterable[AggregateModel],
         filters: FilterChain | None = None,
+        scheduling: GroupedScheduling | None = None,
     ) -> None:
         self.name = name
         self.filters = filters if filters is not None else FilterChain()
         self._filtered = self.filters.around(self._handle_and_acknowledge)
         self._bus = bus
-        contexts: dict[str, set[str]] = {}
-        for model in aggregates:
-            contexts.setdefault(model.context, set()).add(model.name)
-        self._contexts: Mapping[str, frozenset[str]] = {each: frozenset(names) for each, names in contexts.items()}
-        self._receivers: list[MessageReceiver[M]] = []
+        self._scheduling = scheduling
+        self._lent: Groups | None = None
+        self._groups: Groups | None = None
+        self._aggregates = tuple(aggregates)
+        self._receivers: dict[str, MessageReceiver[M]] = {}
         self._context: RuntimeContext | None = None
         self._running = 0
         self._idle = trio.Event()
@@ -121,21 +125,31 @@ class MessageDispatcher(ABC, Generic[M]):
     async def prepare(self, context: RuntimeContext, /) -> None:
         """See `RuntimeComponent.prepare`."""
         self._context = context
-        self._receivers = []
-        for name, aggregates in self._contexts.items():  # one by one: when one fails, those before are closed
-            subscription = Subscription(self.name, name, aggregates, context.admission, self.wants)
-            self._receivers.append(self._bus.receiver(subscription))
-        for receiver in self._receivers:
+        self._groups = self._lent
+        if self._groups is None and self._scheduling is not None:
+            self._groups = self._scheduling.groups_for(self.name, context)
+        topics: dict[str, tuple[str, set[str]]] = {}
+        for model in self._aggregates:
+            name = model.context if self._groups is None else f"{model.context}.{model.name}"
+            topics.setdefault(name, (model.context, set()))[1].add(model.name)
+        self._receivers = {}
+        for name, (bounded, aggregates) in topics.items():  # one by one: when one fails, those before are closed
+            subscription = Subscription(self.name, bounded, frozenset(aggregates), context.admission, self.wants)
+            self._receivers[name] = self._bus.receiver(subscription)
+        for receiver in self._receivers.values():
             await receiver.ready.wait()
 
     def start(self) -> None:
         """See `RuntimeComponent.start`."""
-        for name, receiver in zip(self._contexts, self._receivers, strict=True):
-            self._run_task(self._receive, receiver, name=f"receiver {name}")
+        dispatch: Callable[..., Awaitable[None]] = self._prepared().executor.dispatch
+        for name, receiver in self._receivers.items():
+            if self._groups is not None:
+                dispatch = self._groups.schedulers.get_or_initialize(name).dispatch
+            self._run_task(partial(self._receive, dispatch), receiver, name=f"receiver {name}")
 
     def quiesce(self) -> None:
         """See `RuntimeComponent.quiesce`."""
-        for receiver in self._receivers:
+        for receiver in self._receivers.values():
             receiver.close()
 
     async def stop(self) -> None:
@@ -145,11 +159,19 @@ class MessageDispatcher(ABC, Generic[M]):
             if self._idle.is_set():
                 self._idle = trio.Event()
             await self._idle.wait()
+        if self._groups is not None:
+            await self._groups.schedulers.stop_gracefully()
         await trio.lowlevel.checkpoint()
 
     def force_stop(self) -> None:
         """See `RuntimeComponent.force_stop`."""
         self.quiesce()
+        if self._groups is not None:
+            self._groups.schedulers.force_stop()
+
+    def borrow(self, groups: Groups) -> None:
+        """Use the groups of the dispatcher that this one is a part of, from the next `prepare` on."""
+        self._lent = groups.lent()
 
     def _run_task(self, function: Callable[[T], Awaitable[object]], argument: T, *, name: str) -> None:
         """Run a task that `stop` waits for."""
@@ -167,17 +189,24 @@ class MessageDispatcher(ABC, Generic[M]):
         self._running -= 1
         self._idle.set()
 
-    async def _receive(self, receiver: MessageReceiver[M]) -> None:
+    async def _receive(self, dispatch: Callable[..., Awaitable[None]], receiver: MessageReceiver[M]) -> None:
         try:
             receiver.open()
-            await self._prepared().executor.dispatch(
+            await dispatch(
                 receiver,
-                key=_mailbox_key,
+                key=_mailbox_key if self._groups is None else self._group_key,
                 handler=self._process,
                 on_discard=self._discard,
             )
         finally:
             receiver.abandon()
+
+    def _group_key(self, exchange: MessageExchange[M]) -> Hashable:
+        return self._chain_of(exchange.message.aggregate_id)
+
+    def _chain_of(self, aggregate_id: AggregateId) -> Hashable:
+        """Return the key of what is handled one at a time: an ID, or a group of them."""
+        return aggregate_id if self._groups is None else self._groups.of(aggregate_id)
 
     def _discard(self, exchange: MessageExchange[M]) -> None:
         exchange.discard()

@@ -14,6 +14,7 @@ from trio_wow.dispatch._processors import BoundProcessor, Call, ProcessorDispatc
 from trio_wow.dispatch._progress import CatchUp
 from trio_wow.dispatch._registry import FunctionRegistry, RegisteredProcessor, is_in_memory
 from trio_wow.dispatch._results import CommandResults
+from trio_wow.dispatch._scheduling import GroupedScheduling, Groups
 from trio_wow.dispatch._sender import MAX_HOPS, SagaSender
 from trio_wow.domain import ProcessorKind
 from trio_wow.errors import ConfigurationError
@@ -91,6 +92,7 @@ class ProcessorOptions(TypedDict, total=False):
     failures: FailureRecorder | None
     ack_on_unrecorded_failure: bool
     retries: FailureRetries | None
+    scheduling: GroupedScheduling | None
     name: str | None
 
 
@@ -113,6 +115,8 @@ class EventDispatcher:
         failures: is told of what has failed for good; by default a `LoggingFailureRecorder`.
         ack_on_unrecorded_failure: whether a message is acknowledged although nobody keeps its failure but a log.
         retries: tries executions that have failed for good again, when it is told to.
+        scheduling: in groups of aggregate IDs; `None` for keyed execution, in a mailbox for each. Both components use
+            the same schedulers, and each has its own order.
         name: the component and its consumer group; by default `default_name`.
     """
 
@@ -132,6 +136,7 @@ class EventDispatcher:
         failures: FailureRecorder | None = None,
         ack_on_unrecorded_failure: bool = True,
         retries: FailureRetries | None = None,
+        scheduling: GroupedScheduling | None = None,
         name: str | None = None,
     ) -> None:
         self.name = name if name is not None else self.default_name
@@ -145,6 +150,8 @@ class EventDispatcher:
         self._failures = failures if failures is not None else LoggingFailureRecorder()
         self._ack_on_unrecorded_failure = ack_on_unrecorded_failure
         self._retries = retries
+        self._scheduling = scheduling
+        self._groups: Groups | None = None
         self._sender: SagaSender | None = None
         self._children: list[ProcessorDispatcher[Any]] = []
 
@@ -157,7 +164,11 @@ class EventDispatcher:
         self._registry.seal()
         if not self._children:
             self._children = self._made()
+        if self._scheduling is not None:
+            self._groups = self._scheduling.groups_for(self.name, context)
         for child in self._children:
+            if self._groups is not None:
+                child.borrow(self._groups)
             await child.prepare(context)
 
     def start(self) -> None:
@@ -180,12 +191,16 @@ class EventDispatcher:
         self.quiesce()
         for child in self._children:
             await child.stop()
+        if self._groups is not None:
+            await self._groups.schedulers.stop_gracefully()
         await trio.lowlevel.checkpoint()
 
     def force_stop(self) -> None:
         """See `RuntimeComponent.force_stop`."""
         for child in self._children:
             child.force_stop()
+        if self._groups is not None:
+            self._groups.schedulers.force_stop()
 
     def _made(self) -> list[ProcessorDispatcher[Any]]:
         on_events, on_states = self._registry.on_events(self.kind), self._registry.on_states(self.kind)

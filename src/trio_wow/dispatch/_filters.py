@@ -212,7 +212,7 @@ def _may_pass(error: BaseException) -> bool:
 
 
 class Retry:
-    """A filter that tries again, after a backoff that doubles each time, while only this mailbox waits.
+    """A filter that tries again, after a backoff that doubles each time, while only what shares its mailbox waits.
 
     Args:
         on: says of an error whether to try again after it; by default `is_retryable`.

@@ -3,7 +3,7 @@
 import logging
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 from inspect import isawaitable
@@ -270,7 +270,7 @@ class ProcessorDispatcher(MessageDispatcher[M]):
         context = self._prepared()
         source = StoreSource(store, self._progress, context, self._count_dropped, self._advance)
         while True:
-            await context.executor.dispatch(source, key=_aggregate_of, handler=self._handle_stored)
+            await context.executor.dispatch(source, key=self._chain_of_stored, handler=self._handle_stored)
             await self._advance(store)
             if context.stop_requested.is_set():
                 return
@@ -278,6 +278,9 @@ class ProcessorDispatcher(MessageDispatcher[M]):
                 break
         self._is_live = True
         self._caught_up.set()
+
+    def _chain_of_stored(self, record: RecordedStream) -> Hashable:
+        return self._chain_of(record.aggregate_id)
 
     async def _handle_stored(self, record: RecordedStream) -> None:
         lease = self._prepared().try_acquire("stored stream for %s", self.name)
@@ -556,10 +559,6 @@ def _transactional(processor: BoundProcessor) -> tuple[Progress, CheckpointStore
     if progress is None or progress.checkpoints is None:
         raise RuntimeError(f"{processor.name} takes a transaction, but there is no store to make one")
     return progress, progress.checkpoints
-
-
-def _aggregate_of(record: RecordedStream) -> AggregateId:
-    return record.aggregate_id
 
 
 class _Turns:

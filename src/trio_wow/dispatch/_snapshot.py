@@ -6,6 +6,7 @@ from typing import Any
 from trio_wow.buses import StateEventBus
 from trio_wow.dispatch._dispatcher import MessageDispatcher
 from trio_wow.dispatch._filters import FilterChain, Handling, Outcome
+from trio_wow.dispatch._scheduling import GroupedScheduling
 from trio_wow.domain import Domain
 from trio_wow.eventsourcing import AggregateRepository
 from trio_wow.messages import StateEvent
@@ -27,6 +28,7 @@ class SnapshotDispatcher(MessageDispatcher[StateEvent[Any]]):
         bus: where state events come from.
         repository: keeps snapshots; it has a snapshot store.
         filters: around each message as a whole; see `FilterChain`.
+        scheduling: in groups of aggregate IDs; `None` for keyed execution, in a mailbox for each.
         name: the component and its consumer group.
     """
 
@@ -37,9 +39,11 @@ class SnapshotDispatcher(MessageDispatcher[StateEvent[Any]]):
         repository: AggregateRepository,
         *,
         filters: FilterChain | None = None,
+        scheduling: GroupedScheduling | None = None,
         name: str = "snapshot-dispatcher",
     ) -> None:
-        super().__init__(name, bus, [each for each in domain.aggregates if each.snapshot_every is not None], filters)
+        aggregates = [each for each in domain.aggregates if each.snapshot_every is not None]
+        super().__init__(name, bus, aggregates, filters, scheduling)
         self._domain = domain
         self._repository = repository
 

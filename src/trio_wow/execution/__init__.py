@@ -1,4 +1,4 @@
-"""Keyed execution: items of one key in order, different keys in parallel. Knows nothing of messages."""
+"""Keyed execution: items of one key in order, different keys in parallel; and in groups. Knows nothing of messages."""
 
 from trio_wow.execution._errors import split_cancelled as split_cancelled
 from trio_wow.execution._executor import KeyedExecutor as KeyedExecutor
@@ -12,6 +12,11 @@ from trio_wow.execution._profile import AdaptiveSettings as AdaptiveSettings
 from trio_wow.execution._profile import ExecClass as ExecClass
 from trio_wow.execution._profile import ExecProfile as ExecProfile
 from trio_wow.execution._profile import FunctionStatistics as FunctionStatistics
+from trio_wow.execution._scheduler import AggregateScheduler as AggregateScheduler
+from trio_wow.execution._scheduler import AggregateSchedulerStatistics as AggregateSchedulerStatistics
+from trio_wow.execution._scheduler import AggregateSchedulerSupplier as AggregateSchedulerSupplier
+from trio_wow.execution._scheduler import BorrowedAggregateSchedulerSupplier as BorrowedAggregateSchedulerSupplier
+from trio_wow.execution._scheduler import group_key as group_key
 from trio_wow.execution._source import BatchSource as BatchSource
 from trio_wow.execution._source import DemandSource as DemandSource
 from trio_wow.execution._statistics import Backlog as Backlog
@@ -26,8 +31,12 @@ from trio_wow.execution._user_call import user_call as user_call
 
 __all__ = [
     "AdaptiveSettings",
+    "AggregateScheduler",
+    "AggregateSchedulerStatistics",
+    "AggregateSchedulerSupplier",
     "Backlog",
     "BatchSource",
+    "BorrowedAggregateSchedulerSupplier",
     "DemandSource",
     "DispatchStatistics",
     "ExecClass",
@@ -41,6 +50,7 @@ __all__ = [
     "WorkerStatistics",
     "blocking",
     "direct",
+    "group_key",
     "inline",
     "is_async",
     "lent",

@@ -137,6 +137,40 @@ class KeyedExecutor:
             _shared.set(executor)
         return executor
 
+    def sibling(self, name: str, workers: int | None = None) -> "KeyedExecutor":
+        """Return a new executor with the settings and the pool of this one, and a life and workers of its own.
+
+        A handler of it may use `call` of this one: what runs directly holds the worker of the new one.
+
+        Args:
+            name: the new one's.
+            workers: how many it has; `None` for as many as this one.
+
+        Raises:
+            ValueError: `workers` is not a positive `int`.
+        """
+        sibling = KeyedExecutor(
+            workers=len(self._workers.all) if workers is None else workers,
+            max_in_flight=self._max_in_flight,
+            throughput=self._throughput,
+            pool=self._pool,
+            adaptive=self._profiles.settings,
+            blocking_calls=self._blocking_calls,
+            perf_counter=self._perf_counter,
+            name=name,
+        )
+        sibling._workers.family = self._workers.family
+        return sibling
+
+    def profile_of(self, function: Callable[..., object]) -> ExecProfile:
+        """Return what says where a raw function runs; the same each time, as long as the function lives."""
+        return self._profiles.of(function)
+
+    @property
+    def perf_counter(self) -> Callable[[], float]:
+        """As given."""
+        return self._perf_counter
+
     def __repr__(self) -> str:
         return (
             f"<KeyedExecutor {self._name!r}: workers={len(self._workers.all)}, max_in_flight={self._max_in_flight}, "
@@ -294,7 +328,7 @@ class KeyedExecutor:
         function: Callable[[], object],
     ) -> object:
         lane = current_lane.get()
-        if lane is not None and lane.workers is not self._workers:  # of another executor's handler, which calls us
+        if lane is not None and lane.workers.family is not self._workers.family:  # another executor's handler calls us
             lane = None
         task = trio.lowlevel.current_task()
         name = task.name if lane is None else lane.name_of(task)

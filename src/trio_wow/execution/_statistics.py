@@ -61,6 +61,7 @@ class DispatchStatistics:
     Attributes:
         handler: the handler's qualified name.
         in_flight: unfinished items, running or queued.
+        running: items that have been started, also while they wait; at most one of each key.
         max_in_flight: how many the window allows.
         demand_outstanding: items that the source was asked for and has not given.
         overdraft: items beyond the window, from a `DemandSource`; else 0.
@@ -71,6 +72,7 @@ class DispatchStatistics:
 
     handler: str
     in_flight: int
+    running: int
     max_in_flight: int
     demand_outstanding: int
     overdraft: int
@@ -117,6 +119,7 @@ def statistics_of_dispatch(dispatch: Dispatch[object]) -> DispatchStatistics:
     return DispatchStatistics(
         handler=dispatch.handler_name,
         in_flight=in_flight,
+        running=sum(box.running or box is active for box in dispatch.mailboxes.values()),
         max_in_flight=dispatch.max_in_flight,
         demand_outstanding=max(0, dispatch.demand),
         overdraft=max(0, -dispatch.demand),

@@ -256,12 +256,14 @@ class Workers(trio.abc.Instrument):
     Attributes:
         runners: tasks scheduled on the loop to serve lanes, over all workers.
         unqueued: how many workers have no mailbox queued.
+        family: the same for an executor and its siblings.
     """
 
-    __slots__ = ("_dispatches", "_next", "_pass_began", "all", "runners", "unqueued")
+    __slots__ = ("_dispatches", "_next", "_pass_began", "all", "family", "runners", "unqueued")
 
     def __init__(self, name: str, count: int) -> None:
         self.all = tuple(Worker(name, index) for index in range(count))
+        self.family = object()
         self.runners = 0
         self.unqueued = count
         self._pass_began: float | None = None
