@@ -14,7 +14,7 @@ import trio
 from hypothesis import given
 from hypothesis import strategies as st
 from support import ListSource, collect, forever, itself, task_names
-from thread_support import Gates, until
+from thread_support import Gates, borrowed, until
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from trio_wow.errors import BlockingCallError, ExecutorClosedError, SchedulerClosedError
@@ -22,8 +22,10 @@ from trio_wow.execution import (
     AggregateScheduler,
     AggregateSchedulerSupplier,
     BorrowedAggregateSchedulerSupplier,
+    ExecProfile,
     KeyedExecutor,
     group_key,
+    inline,
 )
 
 
@@ -76,6 +78,48 @@ class TestSchedule:
         ]
         assert len(log) == 6
         assert trio.current_time() - started == pytest.approx(3)
+
+    async def test_plain_work_runs_where_its_mark_says_and_direct_work_holds_a_worker_of_the_scheduler(
+        self, nursery: trio.Nursery, gates: Gates
+    ) -> None:
+        origin = KeyedExecutor(workers=1)
+        scheduler = AggregateScheduler("orders", 1, nursery=nursery, like=origin)
+        handled: list[str] = []
+        scheduler.schedule("a", partial(gates.compute, "direct"))
+        await gates.arrival("direct")
+        scheduler.schedule("b", inline(lambda: handled.append("b")))
+        await wait_all_tasks_blocked()
+        assert handled == []  # its only worker is held
+        gates.open("direct")
+        await until(lambda: handled)
+        scheduler.schedule("a", partial(gates.wait, "pool"))
+        await gates.arrival("pool")
+        assert borrowed(origin) == 1  # it has no pool of its own
+        scheduler.schedule("b", inline(lambda: handled.append("b")))
+        await until(lambda: handled == ["b", "b"])
+        gates.open_all()
+        await scheduler.stop_gracefully()
+        pool = origin.statistics().pool
+        assert pool is not None
+        assert not pool.closed
+
+    async def test_what_its_handlers_call_by_the_executor_like_which_it_is_holds_its_own_workers(
+        self, nursery: trio.Nursery, gates: Gates
+    ) -> None:
+        origin = KeyedExecutor(workers=2)
+        scheduler = AggregateScheduler("orders", 1, nursery=nursery, like=origin)
+        profile = ExecProfile(gates.compute)
+
+        async def handler(item: str) -> None:
+            await origin.call(profile, gates.compute, item)
+
+        nursery.start_soon(partial(scheduler.dispatch, ListSource(["a", "b"]), key=itself, handler=handler))
+        for n in (1, 2):
+            await until(lambda n=n: len(gates.arrived) == n)  # type: ignore[misc]
+            await wait_all_tasks_blocked()
+            assert len(gates.inside) == 1
+            gates.open(gates.inside[0])
+        await scheduler.stop_gracefully()
 
     async def test_a_long_queue_of_one_group_delays_no_other(self, nursery: trio.Nursery) -> None:
         scheduler = AggregateScheduler("orders", 1, nursery=nursery, like=KeyedExecutor(max_in_flight=4))

@@ -148,9 +148,9 @@ class AggregateScheduler:
         Args:
             group: by equality; any number of them.
             work: an `async def` function without arguments, or a plain one, which runs where its profile says; see
-                `KeyedExecutor.call`. Its context variables are a copy of those in which the scheduler was made. What
-                it raises ends the scheduler: what runs is cancelled, what has not been started is dropped, and the
-                nursery raises it.
+                `KeyedExecutor.call`. A function made anew each time is never known: use a `functools.partial` of one.
+                Its context variables are a copy of those in which the scheduler was made. What it raises ends the
+                scheduler: what runs is cancelled, what has not been started is dropped, and the nursery raises it.
 
         Raises:
             SchedulerClosedError: the scheduler has been stopped, or has ended by an error.
