@@ -3,6 +3,7 @@
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from typing import Any, Generic, Protocol, Self, TypeVar
+from uuid import uuid4
 
 import trio
 
@@ -32,12 +33,15 @@ class InMemoryReceiver(Generic[R]):
 
     def __init__(self, topic: "_Topic[R]", subscription: Subscription) -> None:
         self._topic = topic
+        self.id = uuid4().hex
         self.subscription = subscription
         self.ready = trio.Event()
         self.ready.set()
         self._open = False
         self._closed = False
         self._room = 0
+        self._lot = 0  # of what a feed keeps at once; 0 as long as the window is not known
+        self._feed: _WaitingFeed | None = None
         self._queue: deque[MessageExchange[R]] = deque()
         self._arrived = trio.Event()
 
@@ -49,6 +53,11 @@ class InMemoryReceiver(Generic[R]):
     def name(self) -> str:
         """The group and the context that it receives for."""
         return f"{self.subscription.group}:{self.subscription.context}"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether messages are let in."""
+        return self._open and not self._closed
 
     @property
     def has_room(self) -> bool:
@@ -78,6 +87,7 @@ class InMemoryReceiver(Generic[R]):
 
     def add_demand(self, count: int, /) -> None:
         """See `DemandSource.add_demand`."""
+        self._lot = self._lot or max(1, count // 16)
         overdrawn = self._room < 0
         self._room += count
         if self._closed:
@@ -94,6 +104,44 @@ class InMemoryReceiver(Generic[R]):
             self.subscription.admission.begin_overdraft()
         self._arrived.set()
 
+    async def reserve(self, places: int | None, /) -> int:
+        """See `LocalReceiver.reserve`."""
+        await trio.lowlevel.checkpoint()
+        feed = self._feed = _WaitingFeed(places)
+        self._topic.feeding[self] = None
+        self.serve_feed()
+        try:
+            await feed.served.wait()
+        except trio.Cancelled:
+            self._feed = None
+            self._topic.feeding.pop(self, None)
+            self.release(feed.kept)
+            raise
+        return feed.kept
+
+    def release(self, places: int, /) -> None:
+        """See `LocalReceiver.release`."""
+        if places and not self._closed:
+            self.add_demand(places)
+
+    def bring(self, exchange: MessageExchange[R], /) -> None:
+        """See `LocalReceiver.bring`."""
+        self._queue.append(exchange)
+        self._arrived.set()
+
+    def serve_feed(self) -> None:
+        """Give the feed that waits its places, as soon as it can have them."""
+        feed, admission = self._feed, self.subscription.admission
+        if feed is None or not self.is_open or not admission.intake_is_open or admission.is_overdrawn:
+            return
+        places = feed.places
+        if self._room >= (1 if places is None else places):
+            feed.kept = min(self._lot, self._room // 2) if places is None else places
+            self._room -= feed.kept
+            self._feed = None
+            del self._topic.feeding[self]
+            feed.served.set()
+
     async def receive_batch(self, limit: int, /) -> Sequence[MessageExchange[R]]:  # noqa: ARG002 - see DemandSource
         """Return everything that was handed over, even if that is more than `limit`; see `DemandSource`."""
         await trio.lowlevel.checkpoint()
@@ -107,16 +155,31 @@ class InMemoryReceiver(Generic[R]):
         return batch
 
 
+class _WaitingFeed:
+    """A feed that waits for places, and how many it was given."""
+
+    __slots__ = ("kept", "places", "served")
+
+    def __init__(self, places: int | None) -> None:
+        self.places = places
+        self.served = trio.Event()
+        self.kept = 0
+
+
 class _WaitingSend(Generic[R]):
-    """A send from outside that found no room, and how it ended."""
+    """A send from outside that found no room, and how it ended.
 
-    __slots__ = ("ended", "error", "message", "parked", "subscribed")
+    With `targets` it is for these and no others.
+    """
 
-    def __init__(self, message: R) -> None:
+    __slots__ = ("ended", "error", "message", "parked", "taken_by", "targets")
+
+    def __init__(self, message: R, targets: Sequence[InMemoryReceiver[R]] | None) -> None:
         self.message = message
+        self.targets = targets
         self.parked: trio.lowlevel.Task | None = None
         self.ended = False
-        self.subscribed = False
+        self.taken_by: Sequence[InMemoryReceiver[R]] = ()
         self.error: AdmissionClosedError | None = None
 
 
@@ -129,6 +192,7 @@ class _Topic(Generic[R]):
     def __init__(self) -> None:
         self.groups: dict[str, list[InMemoryReceiver[R]]] = {}
         self.waiting: OrderedDict[_WaitingSend[R], None] = OrderedDict()
+        self.feeding: dict[InMemoryReceiver[R], None] = {}
 
     @property
     def receivers(self) -> list[InMemoryReceiver[R]]:
@@ -139,6 +203,7 @@ class _Topic(Generic[R]):
         receiver.subscription.admission.watch(self.hand_over_waiting)
 
     def remove(self, receiver: InMemoryReceiver[R]) -> None:
+        self.feeding.pop(receiver, None)
         group = self.groups[receiver.subscription.group]
         group.remove(receiver)
         if not group:
@@ -158,10 +223,22 @@ class _Topic(Generic[R]):
                 raise AdmissionClosedError(str(targets[0]))
             self._hand_over(message, targets)
             return True
-        return await self._send_from_outside(message)
+        return bool(await self._send_from_outside(_WaitingSend(message, None)))
 
-    async def _send_from_outside(self, message: R) -> bool:
-        send = _WaitingSend(message)
+    async def admit(self, message: R) -> Sequence[InMemoryReceiver[R]]:
+        """See `LocalMessageBus.admit`."""
+        targets = [target for target in self._targets(message) if target.is_open]
+        if not targets:
+            return ()
+        message = message.routed()
+        if (admission := targets[0].subscription.admission).is_inside():
+            if admission.is_closed:
+                return ()
+            self._hand_over(message, targets)
+            return targets
+        return await self._send_from_outside(_WaitingSend(message, targets))
+
+    async def _send_from_outside(self, send: _WaitingSend[R]) -> Sequence[InMemoryReceiver[R]]:
         self.waiting[send] = None
         self.hand_over_waiting()
         if not send.ended:
@@ -175,26 +252,31 @@ class _Topic(Generic[R]):
             await trio.lowlevel.wait_task_rescheduled(abort)
         if send.error is not None:
             raise send.error
-        return send.subscribed
+        return send.taken_by
 
     def hand_over_waiting(self) -> None:
         """Hand over what waits, in order, as far as there is room."""
+        for receiver in tuple(self.feeding):
+            receiver.serve_feed()
         if not self.waiting:
             return
         receivers = len(self.receivers)
         blocked: set[InMemoryReceiver[R]] = set()
         ended = []
         for send in self.waiting:
-            targets = self._targets(send.message)
-            if targets and not targets[0].subscription.admission.intake_is_open:
-                send.error = AdmissionClosedError(str(targets[0]))
+            targets = self._targets(send.message) if send.targets is None else send.targets
+            if send.targets is not None and not all(target.is_open for target in targets):
+                pass  # nobody takes it
+            elif targets and not targets[0].subscription.admission.intake_is_open:
+                if send.targets is None:
+                    send.error = AdmissionClosedError(str(targets[0]))
             elif any(target in blocked or not target.has_room for target in targets):
                 blocked.update(targets)
                 if len(blocked) == receivers:
                     break
                 continue
             else:
-                send.subscribed = bool(targets)
+                send.taken_by = targets
                 self._hand_over(send.message, targets)
             ended.append(send)
         for send in ended:
@@ -209,9 +291,9 @@ class _Topic(Generic[R]):
             lease = subscription.admission.try_acquire("%s, in %s", message, subscription.group)
             receiver.put(MessageExchange(message if route == 0 else message.routed(), lease))
 
-    def _targets(self, message: R) -> list[InMemoryReceiver[R]]:
+    def _targets(self, message: R) -> Sequence[InMemoryReceiver[R]]:
         aggregate_id = message.aggregate_id
-        targets = []
+        targets: list[InMemoryReceiver[R]] = []
         for group in self.groups.values():
             members = [each for each in group if aggregate_id.aggregate in each.subscription.aggregates]
             if members:
@@ -253,6 +335,12 @@ class InMemoryMessageBus(Generic[R]):
         await trio.lowlevel.checkpoint()
         topic = self._topics.get(message.aggregate_id.context)
         return topic is not None and await topic.send(message)
+
+    async def admit(self, message: R) -> Sequence[InMemoryReceiver[R]]:
+        """See `LocalMessageBus.admit`."""
+        await trio.lowlevel.checkpoint()
+        topic = self._topics.get(message.aggregate_id.context)
+        return () if topic is None else await topic.admit(message)
 
 
 class InMemoryCommandBus(InMemoryMessageBus[CommandMessage]):

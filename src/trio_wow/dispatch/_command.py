@@ -117,14 +117,22 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
             self._retries.add([self._publication], self)
         await super().prepare(context)
 
+    def wants(self, message: CommandMessage, /) -> bool:
+        """See `MessageDispatcher.wants`."""
+        return not message.is_void
+
     async def handle(self, handling: Handling, /) -> bool:
         """See the class."""
         message: CommandMessage = handling.message
+        if message.is_void:
+            return True
         stream: DomainEventStream | None = None
         state: StateEvent[Any] | None = None
         error: Exception | None = None
         try:
             stream = await self._stored(message)
+            if stream is not None and handling.exchange is not None and handling.exchange.taken_elsewhere:
+                return True  # who has stored it publishes it, and tells who waits
             if stream is None:
                 function = self._repository.model_of(message.aggregate_id).command_function(type(message.body))
                 attempt = Handling(self.name, message, function.name)
@@ -135,6 +143,8 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
                     stream, error = await self._stored(message), raised
             else:
                 error = DuplicateRequestIdError(message.aggregate_id, message.request_id, stream.version)
+            if error is not None and stream is not None and stream.command_id == message.id:
+                error = None  # no other command, but another delivery of this one
         except Exception as raised:
             _log_failure(message, raised)
             await self._tell(message, raised)

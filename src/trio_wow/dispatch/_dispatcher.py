@@ -100,7 +100,7 @@ class MessageDispatcher(ABC, Generic[M]):
         self._context = context
         self._receivers = []
         for name, aggregates in self._contexts.items():  # one by one: when one fails, those before are closed
-            subscription = Subscription(self.name, name, aggregates, context.admission, self.wants)
+            subscription = Subscription(self.name, name, aggregates, context.admission, self.wants, context.nursery)
             self._receivers.append(self._bus.receiver(subscription))
         for receiver in self._receivers:
             await receiver.ready.wait()
@@ -154,8 +154,10 @@ class MessageDispatcher(ABC, Generic[M]):
             receiver.abandon()
 
     def _discard(self, exchange: MessageExchange[M]) -> None:
+        settled = exchange.is_settled()
         exchange.discard()
-        self.unfinished(exchange.message)
+        if not settled:
+            self.unfinished(exchange.message)
 
     async def _process(self, exchange: MessageExchange[M]) -> None:
         lease = exchange.lease
@@ -165,13 +167,17 @@ class MessageDispatcher(ABC, Generic[M]):
         try:
             if lease is not None:  # else admission has closed: not handled, not acknowledged
                 with lease:
-                    await self._filtered(handling)
+                    if exchange.is_settled():
+                        await exchange.acknowledge()
+                        handling.acknowledged = True
+                    else:
+                        await self._filtered(handling)
         except BaseException as error:
             self._report(error, exchange.message.aggregate_id)
             raise
         finally:
             if not handling.acknowledged:
-                self.unfinished(exchange.message)
+                self._discard(exchange)
 
     async def _handle_and_acknowledge(self, handling: Handling) -> None:
         if await self.handle(handling) and handling.exchange is not None:
