@@ -61,8 +61,8 @@ class MessageExchange(Generic[M]):
             and then the dispatcher takes one.
         redelivered: whether the message may have been brought before, to this receiver or another one of its group,
             without having been acknowledged.
-        taken_elsewhere: whether it is a copy of a message that another receiver of the group has taken, and has perhaps
-            handled by now.
+        taken_elsewhere: whether it is the first delivery of a copy, whose message another receiver of the group has
+            taken, and has perhaps handled by now. Of a further delivery one cannot say so: who took it may have died.
     """
 
     __slots__ = ("lease", "message")

@@ -93,8 +93,8 @@ class _DistributedCopy(MessageExchange[R]):
         self._unfinished = receiver.unfinished
         self.redelivered = exchange.redelivered
         self._is_own = taken_by == receiver.id
-        self.taken_elsewhere = taken_by is not None and not self._is_own
-        self._skips = self.taken_elsewhere and receiver.skips_what_others_took and not exchange.redelivered
+        self.taken_elsewhere = taken_by is not None and not self._is_own and not exchange.redelivered
+        self._skips = self.taken_elsewhere and receiver.skips_what_others_took
 
     def is_settled(self) -> bool:
         return self._skips or (self._is_own and self._id not in self._unfinished)
@@ -240,7 +240,7 @@ class LocalFirstBus(Generic[R]):
     """
 
     skips_what_others_took = True
-    """Whether a copy that another receiver of the group has taken locally is left unless it is delivered again."""
+    """Whether the first delivery of a copy is left if another receiver of the group has taken its message."""
 
     def __init__(self, local: LocalMessageBus[R], distributed: MessageBus[R]) -> None:
         self._local = local
@@ -332,8 +332,8 @@ class LocalFirstBus(Generic[R]):
 class LocalFirstCommandBus(LocalFirstBus[CommandMessage]):
     """A `CommandBus` with two routes; see `LocalFirstBus`.
 
-    A command that another node has taken locally is left only where the store holds its request, which the command
-    dispatcher knows. A void command takes the distributed route only.
+    A command that another node has taken is left only where the store holds its request, which the command dispatcher
+    looks up. A void command takes the distributed route only.
     """
 
     skips_what_others_took = False

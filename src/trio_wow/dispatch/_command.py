@@ -129,10 +129,11 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
         stream: DomainEventStream | None = None
         state: StateEvent[Any] | None = None
         error: Exception | None = None
+        taken_elsewhere = handling.exchange is not None and handling.exchange.taken_elsewhere
         try:
             stream = await self._stored(message)
-            if stream is not None and handling.exchange is not None and handling.exchange.taken_elsewhere:
-                return True  # who has stored it publishes it, and tells who waits
+            if stream is not None and taken_elsewhere:
+                return True  # who took it publishes it, and tells who waits
             if stream is None:
                 function = self._repository.model_of(message.aggregate_id).command_function(type(message.body))
                 attempt = Handling(self.name, message, function.name)
@@ -141,6 +142,8 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
                     stream = None if state is None else state.stream
                 except DuplicateRequestIdError as raised:  # another process has stored it meanwhile
                     stream, error = await self._stored(message), raised
+                    if taken_elsewhere:
+                        return True
             else:
                 error = DuplicateRequestIdError(message.aggregate_id, message.request_id, stream.version)
             if error is not None and stream is not None and stream.command_id == message.id:
