@@ -391,7 +391,7 @@ def test_whatever_happens_every_command_has_its_effect_once(
                     assert (dispatch.in_flight, dispatch.overdraft) == (0, 0)
             assert not world.a.commands._to_be_sent_on
             for receiver in world.a.commands._receivers.values():
-                assert not receiver.unfinished
+                assert not receiver.runs.unfinished
 
     with interleaving(seed):
         trio.run(main)

@@ -161,18 +161,18 @@ class LocalReceiver(MessageReceiver[M], DemandSource[MessageExchange[M]], Protoc
     @property
     def subscription(self) -> Subscription: ...
 
-    async def reserve(self, places: int | None, /) -> int:
-        """Wait until something may be taken from outside and there is room, and keep places for the feed.
+    def keep(self, most: int, /) -> int:
+        """Keep up to `most` places for what the feed is about to ask for, and return how many. Synchronous.
 
-        The feed has its turn before the senders that wait. There is one feed.
+        At most half of the room, so that while nothing comes not all others are kept out. None while nothing may be
+        taken from outside.
+        """
+        ...
 
-        Args:
-            places: how many to keep, all or none; with 0 only whether anything may be taken is waited for. `None` when
-                it is not known how many will be needed: up to half of the room and at most a sixteenth of the window.
-                None is kept then of a room of one, which would keep out all others while nothing comes.
+    async def reserve(self) -> None:
+        """Wait until something may be taken from outside and there is room, and keep one place.
 
-        Returns:
-            The places kept.
+        The feed and the senders that wait take turns. There is one feed.
 
         Cancellation: a cancelled call keeps nothing.
         """

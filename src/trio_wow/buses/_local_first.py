@@ -1,7 +1,7 @@
 """Buses that deliver inside the process first, and then tell all other nodes over a distributed bus."""
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Generic, Protocol, Self, TypeVar, cast
 
 import orjson
@@ -60,48 +60,97 @@ class _Routable(Protocol):
 R = TypeVar("R", bound=_Routable)
 
 
+class _Runs:
+    """The local runs of one receiver: those under way, and those that were let go unfinished.
+
+    A run is announced by its sender, once that has gone on, and may have ended by then.
+    """
+
+    def __init__(self) -> None:
+        self.unfinished: set[str] = set()
+        self._under_way: dict[str, int] = {}  # below zero: ended before they were announced
+        self._awaited: tuple[str, trio.CancelScope] | None = None
+
+    def announce(self, id: str) -> None:
+        """Take note of the local run of a message."""
+        self._count(id, 1)
+
+    def end(self, id: str, *, finished: bool) -> None:
+        """Take note that one has ended."""
+        self._count(id, -1)
+        if not finished:
+            self.unfinished.add(id)
+        if self._awaited is not None and self._awaited[0] == id:
+            self._awaited[1].cancel()
+
+    def is_finished(self, id: str) -> bool:
+        """Whether no run of a message is under way, and none was let go unfinished."""
+        return self._under_way.get(id, 0) <= 0 and id not in self.unfinished
+
+    async def end_or(self, id: str, wait: Callable[[], Awaitable[None]]) -> bool:
+        """Wait for something, but no longer than for the end of a run. Return whether the wait was over first."""
+        with trio.CancelScope() as scope:
+            self._awaited = id, scope
+            try:
+                await wait()
+            finally:
+                self._awaited = None
+        return not scope.cancelled_caught
+
+    def _count(self, id: str, by: int) -> None:
+        count = self._under_way.pop(id, 0) + by
+        if count:
+            self._under_way[id] = count
+
+
 class _LocalCopy(MessageExchange[R]):
     """What came by the local route. If it is let go unfinished, the distributed copy is handled in its place."""
 
-    __slots__ = ("_id", "_unfinished")
+    __slots__ = ("_ended", "_id", "_runs")
 
-    def __init__(self, exchange: MessageExchange[R], id: str, unfinished: set[str]) -> None:
+    def __init__(self, exchange: MessageExchange[R], id: str, runs: _Runs) -> None:
         super().__init__(exchange.message, exchange.lease)
         self._id = id
-        self._unfinished = unfinished
+        self._runs = runs
+        self._ended = False
+
+    async def acknowledge(self) -> None:
+        self._end(finished=True)
 
     def discard(self) -> None:
-        self._unfinished.add(self._id)
+        self._end(finished=False)
         super().discard()
+
+    def _end(self, *, finished: bool) -> None:
+        if not self._ended:
+            self._ended = True
+            self._runs.end(self._id, finished=finished)
 
 
 class _DistributedCopy(MessageExchange[R]):
     """What came by the distributed route.
 
-    One that this very receiver has taken locally comes after the local copy in the same mailbox, so that its turn comes
-    when the local run has ended.
+    One that this very receiver has taken locally comes after the local copy, in the same mailbox.
     """
 
-    __slots__ = ("_exchange", "_id", "_is_own", "_skips", "_unfinished", "redelivered", "taken_elsewhere")
+    __slots__ = ("_exchange", "_is_own", "_runs", "_skips", "id", "redelivered", "taken_elsewhere")
 
-    def __init__(
-        self, exchange: MessageExchange[R], id: str, taken_by: str | None, receiver: "LocalFirstReceiver[R]"
-    ) -> None:
+    def __init__(self, exchange: MessageExchange[R], taken_by: str | None, receiver: "LocalFirstReceiver[R]") -> None:
         super().__init__(exchange.message, exchange.lease)
         self._exchange = exchange
-        self._id = id
-        self._unfinished = receiver.unfinished
+        self._runs = receiver.runs
+        self.id = _id_of(exchange.message)
         self.redelivered = exchange.redelivered
         self._is_own = taken_by == receiver.id
         self.taken_elsewhere = taken_by is not None and not self._is_own and not exchange.redelivered
         self._skips = self.taken_elsewhere and receiver.skips_what_others_took
 
     def is_settled(self) -> bool:
-        return self._skips or (self._is_own and self._id not in self._unfinished)
+        return self._skips or (self._is_own and self._runs.is_finished(self.id))
 
     async def acknowledge(self) -> None:
         await self._exchange.acknowledge()
-        self._unfinished.discard(self._id)
+        self._runs.unfinished.discard(self.id)
 
     def discard(self) -> None:
         self._exchange.discard()
@@ -110,8 +159,8 @@ class _DistributedCopy(MessageExchange[R]):
 class LocalFirstReceiver(Generic[R]):
     """A local receiver, and a task that feeds it what its distributed twin receives; a `DemandSource`.
 
-    Both routes share one window. The feed asks the twin only for what has room, and a message that finds none all the
-    same waits in the feed, as one that is being sent does.
+    Both routes share one window. The feed asks the twin for up to a sixteenth of that at once, for which it keeps what
+    room there is. What finds none waits in the feed, as a message does that is being sent; what is settled needs none.
     """
 
     def __init__(
@@ -127,9 +176,11 @@ class LocalFirstReceiver(Generic[R]):
         self._distributed = distributed
         self.id = local.id
         self.skips_what_others_took = bus.skips_what_others_took
-        self.unfinished: set[str] = set()
+        self.runs = _Runs()
+        self._lot = 0  # of what the feed asks for at once; 0 as long as the window is not known
         self._feeding = trio.CancelScope()
-        self._asking: trio.CancelScope | None = None
+        self._asking = trio.CancelScope()
+        self._intake_open = trio.Event()
         self._error: Exception | None = None
 
     @property
@@ -140,7 +191,8 @@ class LocalFirstReceiver(Generic[R]):
     def open(self) -> None:
         """See `MessageReceiver.open`."""
         subscription = self._local.subscription
-        subscription.admission.watch(self._stop_asking_outside)
+        subscription.admission.watch(self._look_at_intake)
+        self._look_at_intake()
         self._distributed.open()
         self._local.open()
         self._nursery.start_soon(self._feed, name=f"feed of {subscription.group}:{subscription.context}")
@@ -148,7 +200,7 @@ class LocalFirstReceiver(Generic[R]):
     def close(self) -> None:
         """See `MessageReceiver.close`."""
         self._bus.forget(self)
-        self._local.subscription.admission.unwatch(self._stop_asking_outside)
+        self._local.subscription.admission.unwatch(self._look_at_intake)
         self._feeding.cancel()
         self._distributed.close()
         self._local.close()
@@ -161,6 +213,7 @@ class LocalFirstReceiver(Generic[R]):
 
     def add_demand(self, count: int, /) -> None:
         """See `DemandSource.add_demand`."""
+        self._lot = self._lot or max(1, count // 16)
         self._local.add_demand(count)
 
     async def receive_batch(self, limit: int, /) -> Sequence[MessageExchange[R]]:
@@ -182,13 +235,22 @@ class LocalFirstReceiver(Generic[R]):
     def _local_copy(self, exchange: MessageExchange[R]) -> MessageExchange[R]:
         if _take_marks(exchange.message)[0] is None:
             return exchange  # somebody has sent it by the local bus alone
-        return _LocalCopy(exchange, _id_of(exchange.message), self.unfinished)
+        return _LocalCopy(exchange, _id_of(exchange.message), self.runs)
+
+    def _look_at_intake(self) -> None:
+        if self._local.subscription.admission.intake_is_open:
+            self._intake_open.set()
+        elif self._intake_open.is_set():  # for good
+            self._intake_open = trio.Event()
+            self._asking.cancel()
 
     async def _feed(self) -> None:
         with self._feeding:
             try:
-                while True:
-                    await self._feed_once()
+                await self._intake_open.wait()
+                with self._asking:
+                    while True:
+                        await self._feed_once()
             except trio.EndOfChannel:
                 self._local.close()
             except Exception as error:  # raised by `receive_batch`, so that it ends the dispatch
@@ -196,32 +258,33 @@ class LocalFirstReceiver(Generic[R]):
                 self._local.close()
 
     async def _feed_once(self) -> None:
-        batch: list[MessageExchange[R]] = []
-        kept = await self._local.reserve(None)
+        rest: list[_DistributedCopy[R]] = []
+        kept = self._local.keep(self._lot)
         try:
-            with trio.CancelScope() as self._asking:
-                received = await self._distributed.receive_batch(max(1, kept))
-                batch += reversed(received)
-                missing = max(0, len(batch) - kept)
-                await self._local.reserve(missing)  # also waits until an overdraft has ended
-                kept += missing
-            if not self._asking.cancelled_caught:
-                while batch:
+            received = await self._distributed.receive_batch(max(1, self._lot))
+            rest += map(self._distributed_copy, reversed(received))
+            while rest:
+                copy = rest[-1]
+                if copy.is_settled():
+                    await copy.acknowledge()
+                elif kept and not self._local.subscription.admission.is_overdrawn:
                     kept -= 1
-                    self._local.bring(self._distributed_copy(batch.pop()))
+                    self._local.bring(copy)
+                else:
+                    self._local.release(kept)
+                    kept = 0
+                    if not await self.runs.end_or(copy.id, self._local.reserve):
+                        continue
+                    self._local.bring(copy)
+                rest.pop()
         finally:
-            self._asking = None
-            for exchange in batch:
-                exchange.discard()
+            for copy in rest:
+                copy.discard()
             self._local.release(kept)
 
-    def _stop_asking_outside(self) -> None:
-        if self._asking is not None and not self._local.subscription.admission.intake_is_open:
-            self._asking.cancel()
-
-    def _distributed_copy(self, exchange: MessageExchange[R]) -> MessageExchange[R]:
+    def _distributed_copy(self, exchange: MessageExchange[R]) -> _DistributedCopy[R]:
         taken_by = _take_marks(exchange.message)[1].get(self._local.subscription.group)
-        return _DistributedCopy(exchange, _id_of(exchange.message), taken_by, self)
+        return _DistributedCopy(exchange, taken_by, self)
 
 
 class LocalFirstBus(Generic[R]):
@@ -312,7 +375,10 @@ class LocalFirstBus(Generic[R]):
         if not taken_by and self._has_local_route(message):
             copy = message.routed()
             _headers_of(copy)[RECEIPT] = "true"
-            taken_by = {each.subscription.group: each.id for each in await self._local.admit(copy)}
+            for each in await self._local.admit(copy):
+                taken_by[each.subscription.group] = each.id
+                if (receiver := self._receivers.get(each.id)) is not None:  # else it has closed since
+                    receiver.runs.announce(id)
         headers = _headers_of(message)
         headers[RECEIPT] = "true" if taken_by else "false"
         if taken_by:

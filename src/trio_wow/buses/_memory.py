@@ -40,8 +40,8 @@ class InMemoryReceiver(Generic[R]):
         self._open = False
         self._closed = False
         self._room = 0
-        self._lot = 0  # of what a feed keeps at once; 0 as long as the window is not known
-        self._feed: _WaitingFeed | None = None
+        self._feed: trio.Event | None = None
+        self.feed_is_next = True  # where there is room for one, and senders wait as well
         self._queue: deque[MessageExchange[R]] = deque()
         self._arrived = trio.Event()
 
@@ -87,7 +87,6 @@ class InMemoryReceiver(Generic[R]):
 
     def add_demand(self, count: int, /) -> None:
         """See `DemandSource.add_demand`."""
-        self._lot = self._lot or max(1, count // 16)
         overdrawn = self._room < 0
         self._room += count
         if self._closed:
@@ -98,26 +97,33 @@ class InMemoryReceiver(Generic[R]):
 
     def put(self, exchange: MessageExchange[R]) -> None:
         """Take an exchange, whether there is room or not."""
+        self.feed_is_next = True
         self._queue.append(exchange)
         self._room -= 1
         if self._room == -1:
             self.subscription.admission.begin_overdraft()
         self._arrived.set()
 
-    async def reserve(self, places: int | None, /) -> int:
+    def keep(self, most: int, /) -> int:
+        """See `LocalReceiver.keep`."""
+        places = min(most, self._room // 2) if self._takes_from_outside else 0
+        self._room -= places
+        return places
+
+    async def reserve(self) -> None:
         """See `LocalReceiver.reserve`."""
         await trio.lowlevel.checkpoint()
-        feed = self._feed = _WaitingFeed(places)
+        served = self._feed = trio.Event()
         self._topic.feeding[self] = None
         self.serve_feed()
         try:
-            await feed.served.wait()
+            await served.wait()
         except trio.Cancelled:
+            if served.is_set():
+                self.release(1)
             self._feed = None
             self._topic.feeding.pop(self, None)
-            self.release(feed.kept)
             raise
-        return feed.kept
 
     def release(self, places: int, /) -> None:
         """See `LocalReceiver.release`."""
@@ -130,17 +136,18 @@ class InMemoryReceiver(Generic[R]):
         self._arrived.set()
 
     def serve_feed(self) -> None:
-        """Give the feed that waits its places, as soon as it can have them."""
-        feed, admission = self._feed, self.subscription.admission
-        if feed is None or not self.is_open or not admission.intake_is_open or admission.is_overdrawn:
-            return
-        places = feed.places
-        if self._room >= (1 if places is None else places):
-            feed.kept = min(self._lot, self._room // 2) if places is None else places
-            self._room -= feed.kept
+        """Give the feed that waits its place, as soon as it can have one."""
+        if self._feed is not None and self._takes_from_outside and self._room > 0:
+            self._room -= 1
+            self.feed_is_next = False
+            self._feed.set()
             self._feed = None
             del self._topic.feeding[self]
-            feed.served.set()
+
+    @property
+    def _takes_from_outside(self) -> bool:
+        admission = self.subscription.admission
+        return self.is_open and admission.intake_is_open and not admission.is_overdrawn
 
     async def receive_batch(self, limit: int, /) -> Sequence[MessageExchange[R]]:  # noqa: ARG002 - see DemandSource
         """Return everything that was handed over, even if that is more than `limit`; see `DemandSource`."""
@@ -153,17 +160,6 @@ class InMemoryReceiver(Generic[R]):
         batch = tuple(self._queue)
         self._queue.clear()
         return batch
-
-
-class _WaitingFeed:
-    """A feed that waits for places, and how many it was given."""
-
-    __slots__ = ("kept", "places", "served")
-
-    def __init__(self, places: int | None) -> None:
-        self.places = places
-        self.served = trio.Event()
-        self.kept = 0
 
 
 class _WaitingSend(Generic[R]):
@@ -257,9 +253,14 @@ class _Topic(Generic[R]):
     def hand_over_waiting(self) -> None:
         """Hand over what waits, in order, as far as there is room."""
         for receiver in tuple(self.feeding):
-            receiver.serve_feed()
-        if not self.waiting:
-            return
+            if receiver.feed_is_next or not self.waiting:
+                receiver.serve_feed()
+        if self.waiting:
+            self._serve_senders()
+            for receiver in tuple(self.feeding):
+                receiver.serve_feed()
+
+    def _serve_senders(self) -> None:
         receivers = len(self.receivers)
         blocked: set[InMemoryReceiver[R]] = set()
         ended = []
