@@ -1,8 +1,8 @@
 """Chains of commands and events through a saga: what a hop costs, and that memory does not grow with their number.
 
-Commands from outside each start a chain: its event makes the saga send the next command, and so on. By default 32,000
-commands and 32 hops, about a million. All that is in memory is what is under way: the store forgets a chain that has
-ended, and the aggregates' IDs never come again.
+Commands from outside each start a chain: its event makes the saga send the next command, to another aggregate, and so
+on. By default 32,000 commands and 32 hops, about a million. All that is in memory is what is under way: the store
+forgets a chain that has ended, and no aggregate's ID comes again.
 
 Two routes: `memory`, where all is sent inside the process, and `local-first`, where a second copy of every message goes
 through a loopback in place of a broker and comes back to the receiver that has taken the first one.
@@ -20,7 +20,7 @@ import platform
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -64,19 +64,25 @@ class Stepped:
 
 @aggregate(context="hops")
 @define
-class Chain:
+class Link:
     id: str
     number: int = -1
 
-    @on_command
+    @on_command(exists=False)
     def step(self, command: Step) -> Stepped:
         return Stepped(command.number)
 
     @on_sourcing
     def stepped(self, event: Stepped) -> None:
-        if event.number != self.number + 1:
-            raise WrongResultError(f"step {event.number} of chain {self.id} came after {self.number}")
         self.number = event.number
+
+
+def link(chain: str, number: int) -> Step:
+    return Step(f"{chain}/{number}", number)
+
+
+def chain_of(aggregate_id: AggregateId) -> str:
+    return aggregate_id.id.partition("/")[0]
 
 
 @saga
@@ -89,7 +95,7 @@ class Following:
     @on_event
     def stepped(self, event: DomainEvent[Stepped]) -> Step | None:
         number = event.body.number
-        return Step(event.aggregate_id.id, number + 1) if number < self.hops else None
+        return link(chain_of(event.aggregate_id), number + 1) if number < self.hops else None
 
 
 class WrongResultError(Exception):
@@ -97,39 +103,44 @@ class WrongResultError(Exception):
 
 
 class ForgetfulStore:
-    """An event store that forgets an aggregate when it has all of its versions."""
+    """An event store that forgets a chain when it has all of its links."""
 
-    def __init__(self, versions: int) -> None:
-        self._versions = versions
-        self._chains: dict[AggregateId, InMemoryEventStore] = {}
+    def __init__(self, links: int) -> None:
+        self._links = links
+        self._chains: dict[str, InMemoryEventStore] = {}
+        self._next: dict[str, int] = {}
         self.completed = 0
         self.steps = 0
-        self.on_append: Any = None
-        self._serializer = DOMAIN.serializer
+        self.on_append: Callable[[], None] | None = None
 
     @property
     def under_way(self) -> int:
         return len(self._chains)
 
     async def append(self, stream: DomainEventStream) -> None:
-        if stream.version == 1:
-            self._chains[stream.aggregate_id] = InMemoryEventStore(self._serializer)
-        await self._chains[stream.aggregate_id].append(stream)
+        chain, number = chain_of(stream.aggregate_id), stream.events[0].number
+        if number != self._next.pop(chain, 0):
+            raise WrongResultError(f"step {number} of chain {chain} came out of turn")
+        if number == 0:
+            self._chains[chain] = InMemoryEventStore(DOMAIN.serializer)
+        await self._chains[chain].append(stream)
         self.steps += 1
-        if stream.version == self._versions:
-            del self._chains[stream.aggregate_id]
+        if number + 1 == self._links:
+            del self._chains[chain]
             self.completed += 1
+        else:
+            self._next[chain] = number + 1
         if self.on_append is not None:
             self.on_append()
 
     async def load(
         self, aggregate_id: AggregateId, *, after: int = 0, until: int | None = None
     ) -> Sequence[DomainEventStream]:
-        chain = self._chains.get(aggregate_id)
+        chain = self._chains.get(chain_of(aggregate_id))
         return () if chain is None else await chain.load(aggregate_id, after=after, until=until)
 
     async def load_request(self, aggregate_id: AggregateId, request_id: str) -> DomainEventStream | None:
-        chain = self._chains.get(aggregate_id)
+        chain = self._chains.get(chain_of(aggregate_id))
         return None if chain is None else await chain.load_request(aggregate_id, request_id)
 
     async def read_all(self, after: int, limit: int) -> Sequence[Any]:
@@ -139,7 +150,7 @@ class ForgetfulStore:
         raise AssertionError("nobody catches up here")
 
 
-DOMAIN = Domain([Chain])
+DOMAIN = Domain([Link])
 
 
 class Loopback:
@@ -294,7 +305,7 @@ async def run_chains(route: str, commands: int, hops: int, *, senders: int, wind
 
     async def send() -> None:
         for number in numbers:
-            await gateway.send(Step(str(number)))
+            await gateway.send(link(str(number), 0))
 
     async with trio.open_nursery() as nursery:
         await nursery.start(runtime.serve)
