@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 import trio
-from chain_domain import Chain, Notebook, Step, Stepped, registry_of
+from chain_domain import Answering, Chain, Notebook, Step, Stepped, Steps, registry_of
 from distributed_support import Network
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support import collect, interleaving
 from trio.testing import wait_all_tasks_blocked
 
-from trio_wow import DomainEvent, event_processor, on_event
+from trio_wow import App, DomainEvent, Settings, event_processor, on_event, on_state_event
 from trio_wow.buses import (
+    DistributedBuses,
     InMemoryCommandBus,
     InMemoryDomainEventBus,
     LocalFirstCommandBus,
@@ -42,6 +43,13 @@ class Log:
     @on_event
     def stepped(self, event: DomainEvent[Stepped]) -> None:
         self.steps.append(event.body.number)
+
+
+@event_processor
+class States:
+    @on_state_event
+    def stepped(self, state: Chain) -> None:
+        pass
 
 
 class Gate:
@@ -395,3 +403,65 @@ def test_whatever_happens_every_command_has_its_effect_once(
 
     with interleaving(seed):
         trio.run(main)
+
+
+class TestApp:
+    @pytest.mark.parametrize("kind", ["commands", "events", "state_events"])
+    async def test_each_bus_that_is_given_becomes_a_local_first_one(self, kind: str) -> None:
+        network = Network()
+        distributed = DistributedBuses(**{kind: network.bus("A")})
+        steps = Steps()
+        app = App(DOMAIN, [Answering(2), steps, States()], distributed=distributed, settings=Settings())
+        async with app.serving() as gateway:
+            assert (await gateway.send_and_wait(Step("a"))).version == 1
+            await wait_all_tasks_blocked()
+            assert steps.of == {"a": [0, 1, 2]}
+            assert [each.headers["wow-local-first"] for each in network.sent] == ["true"] * 3
+            assert network.is_done
+
+    async def test_two_of_them_share_the_work_and_do_none_of_it_twice(self) -> None:
+        store = InMemoryEventStore(DOMAIN.serializer)
+        commands, events = Network(node_of=lambda _: "B"), Network(node_of=lambda _: "B")
+        apps = [
+            App(
+                DOMAIN,
+                [Answering(2)],
+                store=store,
+                distributed=DistributedBuses(commands=commands.bus(name), events=events.bus(name)),
+                settings=Settings(),
+            )
+            for name in ("A", "B")
+        ]
+        async with apps[0].serving() as a, apps[1].serving() as b:
+            for gateway, id in ((a, "a"), (b, "b")):
+                assert (await gateway.send_and_wait(Step(id))).version == 1
+            await wait_all_tasks_blocked()
+            for id in ("a", "b"):
+                streams = await store.load(AggregateId("chains", "chain", id))
+                assert [event.number for each in streams for event in each.events] == [0, 1, 2]
+            assert commands.is_done
+            assert events.is_done
+
+    async def test_a_sagas_event_does_not_wait_for_results_that_another_node_may_have(self) -> None:
+        commands = Network()
+        app = App(
+            DOMAIN,
+            [Answering(1)],
+            distributed=DistributedBuses(commands=commands.bus("A")),
+            settings=Settings(),
+        )
+        async with app.serving() as gateway:
+            admit = app._commands._local.admit  # type: ignore[attr-defined]
+
+            async def only_from_outside(message: CommandMessage) -> Any:
+                return () if message.body.number else await admit(message)
+
+            app._commands._local.admit = only_from_outside  # type: ignore[attr-defined]
+            commands.delay = 100.0  # another node takes its time
+            await gateway.send(Step("a"))
+            await wait_all_tasks_blocked()
+            assert [each.headers["wow-local-first"] for each in commands.sent] == ["true", "false"]
+            assert app._results.waiting == 0
+            commands.let_go()
+            await wait_all_tasks_blocked()
+            assert commands.is_done
