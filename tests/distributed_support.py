@@ -32,6 +32,7 @@ class Group:
         self.pending: list[Delivery] = []
         self.unacknowledged: dict[Delivery, None] = {}
         self.acknowledged: list[Any] = []
+        self.discarded: list[Any] = []
         self.receivers: list[NetworkReceiver] = []
 
 
@@ -191,6 +192,9 @@ class NetworkExchange(MessageExchange[Any]):
         self.delivery = delivery
         self.group = group
         self.network = network
+
+    def discard(self) -> None:
+        self.group.discarded.append(self.message)
 
     async def acknowledge(self) -> None:
         await trio.lowlevel.checkpoint()

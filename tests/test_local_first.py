@@ -156,6 +156,18 @@ class TestReceipts:
             ((brought,),) = [await drain(stays)]
             assert brought.lease is None  # by the distributed route
 
+    async def test_only_the_groups_that_are_open_count(self) -> None:
+        async with a_node(kind=EVENTS) as node:
+            opened, closed = node.receiver("open", demand=9), node.receiver("not open", demand=9, is_open=False)
+            assert await node.bus.send_with_receipt(stream())
+            lease = node.admission.try_acquire()
+            assert lease is not None
+            with lease:
+                assert await node.bus.send_with_receipt(stream())
+            for sent in node.network.sent:
+                assert marks(sent)["wow-local-receivers"] == f'{{"open":"{opened.id}"}}'
+            assert await drain(closed) == []
+
     async def test_true_when_all_groups_were_admitted_and_a_later_shutdown_does_not_revoke_it(self) -> None:
         async with a_node(kind=EVENTS) as node:
             receivers = [node.receiver(name, demand=1) for name in ("a", "b")]
@@ -624,4 +636,5 @@ class TestTheSharedWindow:
             assert numbers(await receiver.receive_batch(9)) == [0]
             with pytest.raises(trio.EndOfChannel):
                 await receiver.receive_batch(9)
-        assert len(node.network.group("group", "context").unacknowledged) == 1
+        group = node.network.group("group", "context")
+        assert len(group.unacknowledged) == len(group.discarded) == 1

@@ -21,6 +21,7 @@ from trio_wow.buses import (
     InMemoryDomainEventBus,
     LocalFirstCommandBus,
     LocalFirstDomainEventBus,
+    MessageExchange,
 )
 from trio_wow.dispatch import CommandDispatcher, CommandResults, EventDispatcher, FilterChain, Handler, Handling
 from trio_wow.domain import Domain
@@ -210,6 +211,25 @@ async def test_fs22_the_decision_table(row: str, copies_to: str, network: str) -
         assert len(commands.group("command-dispatcher").acknowledged) >= len(sent)
 
 
+class StopsAtAppend(InMemoryEventStore):
+    """Holds who appends, before or after it is done."""
+
+    def __init__(self, after: bool) -> None:
+        super().__init__(DOMAIN.serializer)
+        self.after = after
+        self.holding = True
+        self.released = trio.Event()
+
+    async def append(self, stream: DomainEventStream) -> None:
+        if self.after:
+            await super().append(stream)
+        if self.holding:
+            self.holding = False
+            await self.released.wait()
+        if not self.after:
+            await super().append(stream)
+
+
 class TestACopyOfItsOwn:
     async def test_is_acknowledged_only_when_the_local_run_has_ended(self) -> None:
         async with a_world() as world:
@@ -237,15 +257,19 @@ class TestACopyOfItsOwn:
             await world.settle()
             assert await world.steps() == [1]
 
-    async def test_does_not_disturb_who_waits_for_the_local_run(self) -> None:
+    @pytest.mark.parametrize("settled", [True, False])
+    async def test_that_is_let_go_ends_a_wait_only_if_it_had_still_to_be_handled(self, settled: bool) -> None:
         async with a_world() as world:
-            world.commands.node_of = lambda _: "A"
             message = step(1)
+
+            class Copy(MessageExchange[CommandMessage]):
+                def is_settled(self) -> bool:
+                    return settled
+
+            exchange = Copy(message, None)
             with world.a.results.expecting(message.id) as wait:
-                await send(world.a, message)
-                await world.settle()
-                world.a.results.abandoned("another")
-            assert not wait._ended.is_set()  # the gate stands where the notifier would
+                world.a.dispatcher._discard(exchange)
+                assert wait._ended.is_set() is not settled
 
 
 class TestAnotherNode:
@@ -288,6 +312,21 @@ class TestAnotherNode:
             await world.settle()
             assert published == []
 
+    async def test_publishes_nothing_when_the_other_was_first_after_all(self) -> None:
+        store = StopsAtAppend(after=False)
+        async with a_world(store=store) as world:
+            world.commands.node_of = lambda _: "B"
+            world.a.gate.close()
+            assert await send(world.a, step(1))
+            await wait_all_tasks_blocked()  # B is about to append
+            world.a.gate.opened.set()
+            await wait_all_tasks_blocked()
+            assert await world.steps() == [1]
+            store.released.set()
+            await world.settle()
+            assert await world.steps() == world.b.own.steps == [1]
+            assert len(world.events.sent) == 1
+
     async def test_leaves_a_void_command_and_so_does_everybody(self) -> None:
         async with a_world() as world:
             message = step(1)
@@ -297,24 +336,6 @@ class TestAnotherNode:
             assert await world.steps() == []
             assert len(world.commands.group("command-dispatcher").acknowledged) == 1
             assert not await InMemoryCommandBus().send_if_subscribed(message)
-
-
-class StopsAtAppend(InMemoryEventStore):
-    """Holds who appends, before or after it is done."""
-
-    def __init__(self, after: bool) -> None:
-        super().__init__(DOMAIN.serializer)
-        self.after = after
-        self.holding = True
-
-    async def append(self, stream: DomainEventStream) -> None:
-        if self.after:
-            await super().append(stream)
-        if self.holding:
-            self.holding = False
-            await trio.sleep_forever()
-        if not self.after:
-            await super().append(stream)
 
 
 class TestDeath:

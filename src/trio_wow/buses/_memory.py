@@ -199,7 +199,6 @@ class _Topic(Generic[R]):
         receiver.subscription.admission.watch(self.hand_over_waiting)
 
     def remove(self, receiver: InMemoryReceiver[R]) -> None:
-        self.feeding.pop(receiver, None)
         group = self.groups[receiver.subscription.group]
         group.remove(receiver)
         if not group:
