@@ -527,7 +527,8 @@ class TestProcessors:
                 "component projection-dispatcher",
                 "component saga-dispatcher",
             ]
-            assert set(app._events._topics["chains"].groups) == {"projection-dispatcher", "saga-dispatcher"}
+            topics = app._events._topics  # type: ignore[attr-defined]
+            assert set(topics["chains"].groups) == {"projection-dispatcher", "saga-dispatcher"}
 
     async def test_a_projection_sees_each_aggregates_events_in_version_order(self, autojump_clock: MockClock) -> None:
         for seed in range(20):

@@ -6,7 +6,18 @@ from contextlib import asynccontextmanager
 import trio
 
 from trio_wow.app._settings import Settings, load_settings
-from trio_wow.buses import InMemoryCommandBus, InMemoryDomainEventBus, InMemoryStateEventBus
+from trio_wow.buses import (
+    CommandBus,
+    DistributedBuses,
+    DomainEventBus,
+    InMemoryCommandBus,
+    InMemoryDomainEventBus,
+    InMemoryStateEventBus,
+    LocalFirstCommandBus,
+    LocalFirstDomainEventBus,
+    LocalFirstStateEventBus,
+    StateEventBus,
+)
 from trio_wow.dispatch import (
     CatchUp,
     CommandDispatcher,
@@ -45,7 +56,7 @@ __all__ = ["App"]
 
 
 class App:
-    """An application inside one process: in-memory buses, one store, a dispatcher for each kind of processor.
+    """An application: in-memory or local-first buses, one store, a dispatcher for each kind of processor.
 
     When it is served, its processors first catch up with the store: what is in memory is made anew, sagas and event
     processors go on from their checkpoints. Only then are commands taken.
@@ -68,6 +79,8 @@ class App:
         scheduling: in groups of aggregate IDs; `None` for keyed execution, in a mailbox for each. `docs/scheduling.md`
             says when to take which.
         max_hops: how many of sagas' commands may follow one another; a positive int.
+        distributed: buses to its other nodes, each of which makes the bus of its kind a local-first one. A saga's event
+            is then finished when the bus has its commands. They are the caller's, and outlive the runtimes.
         settings: of its runtimes; `None` for what `load_settings` finds in the environment and in a file when the first
             runtime is made. `trio-wow run` reads neither where they are given: only its options go before them.
 
@@ -100,6 +113,7 @@ class App:
         failures: FailureRecorder | None = None,
         scheduling: GroupedScheduling | None = None,
         max_hops: int = 32,
+        distributed: DistributedBuses | None = None,
         settings: Settings | None = None,
     ) -> None:
         self.has_own_settings = settings is not None
@@ -108,9 +122,8 @@ class App:
         self.store = store if store is not None else InMemoryEventStore(self.domain.serializer)
         snapshots = self.store if isinstance(self.store, SnapshotStore) else InMemorySnapshotStore()
         self.repository = AggregateRepository(self.domain, self.store, snapshots)
-        self._commands = InMemoryCommandBus()
-        self._events = InMemoryDomainEventBus()
-        self._state_events = InMemoryStateEventBus()
+        self._distributed = distributed if distributed is not None else DistributedBuses()
+        self._commands, self._events, self._state_events = _buses(self._distributed)
         self._results = CommandResults()
         self._catch_up = CatchUp(self.store, self.store if isinstance(self.store, CheckpointStore) else None)
         self.gateway = CommandGateway(self.domain, self._commands, results=self._results)
@@ -263,7 +276,9 @@ class App:
         if ProcessorKind.PROJECTION in kinds:
             components.append(ProjectionDispatcher(registry, events, **options))
         if ProcessorKind.SAGA in kinds:
-            saga = SagaDispatcher(registry, events, commands, results=self._results, max_hops=self._max_hops, **options)
+            # What a distributed bus has may be handled by a node that this one hears nothing from.
+            results = self._results if self._distributed.commands is None else None
+            saga = SagaDispatcher(registry, events, commands, results=results, max_hops=self._max_hops, **options)
             components.append(saga)
         if snapshots:
             components.append(
@@ -277,3 +292,12 @@ class App:
             )
         components.append(self.gateway)
         return components
+
+
+def _buses(distributed: DistributedBuses) -> tuple[CommandBus, DomainEventBus, StateEventBus]:
+    commands, events, states = InMemoryCommandBus(), InMemoryDomainEventBus(), InMemoryStateEventBus()
+    return (
+        commands if distributed.commands is None else LocalFirstCommandBus(commands, distributed.commands),
+        events if distributed.events is None else LocalFirstDomainEventBus(events, distributed.events),
+        states if distributed.state_events is None else LocalFirstStateEventBus(states, distributed.state_events),
+    )

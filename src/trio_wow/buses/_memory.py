@@ -3,6 +3,7 @@
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from typing import Any, Generic, Protocol, Self, TypeVar
+from uuid import uuid4
 
 import trio
 
@@ -32,12 +33,15 @@ class InMemoryReceiver(Generic[R]):
 
     def __init__(self, topic: "_Topic[R]", subscription: Subscription) -> None:
         self._topic = topic
+        self.id = uuid4().hex
         self.subscription = subscription
         self.ready = trio.Event()
         self.ready.set()
         self._open = False
         self._closed = False
         self._room = 0
+        self._feed: trio.Event | None = None
+        self.feed_is_next = True  # where there is room for one, and senders wait as well
         self._queue: deque[MessageExchange[R]] = deque()
         self._arrived = trio.Event()
 
@@ -49,6 +53,11 @@ class InMemoryReceiver(Generic[R]):
     def name(self) -> str:
         """The group and the context that it receives for."""
         return f"{self.subscription.group}:{self.subscription.context}"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether messages are let in."""
+        return self._open and not self._closed
 
     @property
     def has_room(self) -> bool:
@@ -88,11 +97,57 @@ class InMemoryReceiver(Generic[R]):
 
     def put(self, exchange: MessageExchange[R]) -> None:
         """Take an exchange, whether there is room or not."""
+        self.feed_is_next = True
         self._queue.append(exchange)
         self._room -= 1
         if self._room == -1:
             self.subscription.admission.begin_overdraft()
         self._arrived.set()
+
+    def keep(self, most: int, /) -> int:
+        """See `LocalReceiver.keep`."""
+        places = min(most, self._room // 2) if self._takes_from_outside else 0
+        self._room -= places
+        return places
+
+    async def reserve(self) -> None:
+        """See `LocalReceiver.reserve`."""
+        await trio.lowlevel.checkpoint()
+        served = self._feed = trio.Event()
+        self._topic.feeding[self] = None
+        self.serve_feed()
+        try:
+            await served.wait()
+        except trio.Cancelled:
+            if served.is_set():
+                self.release(1)
+            self._feed = None
+            self._topic.feeding.pop(self, None)
+            raise
+
+    def release(self, places: int, /) -> None:
+        """See `LocalReceiver.release`."""
+        if places and not self._closed:
+            self.add_demand(places)
+
+    def bring(self, exchange: MessageExchange[R], /) -> None:
+        """See `LocalReceiver.bring`."""
+        self._queue.append(exchange)
+        self._arrived.set()
+
+    def serve_feed(self) -> None:
+        """Give the feed that waits its place, as soon as it can have one."""
+        if self._feed is not None and self._takes_from_outside and self._room > 0:
+            self._room -= 1
+            self.feed_is_next = False
+            self._feed.set()
+            self._feed = None
+            del self._topic.feeding[self]
+
+    @property
+    def _takes_from_outside(self) -> bool:
+        admission = self.subscription.admission
+        return self.is_open and admission.intake_is_open and not admission.is_overdrawn
 
     async def receive_batch(self, limit: int, /) -> Sequence[MessageExchange[R]]:  # noqa: ARG002 - see DemandSource
         """Return everything that was handed over, even if that is more than `limit`; see `DemandSource`."""
@@ -108,15 +163,19 @@ class InMemoryReceiver(Generic[R]):
 
 
 class _WaitingSend(Generic[R]):
-    """A send from outside that found no room, and how it ended."""
+    """A send from outside that found no room, and how it ended.
 
-    __slots__ = ("ended", "error", "message", "parked", "subscribed")
+    With `targets` it is for these and no others.
+    """
 
-    def __init__(self, message: R) -> None:
+    __slots__ = ("ended", "error", "message", "parked", "taken_by", "targets")
+
+    def __init__(self, message: R, targets: Sequence[InMemoryReceiver[R]] | None) -> None:
         self.message = message
+        self.targets = targets
         self.parked: trio.lowlevel.Task | None = None
         self.ended = False
-        self.subscribed = False
+        self.taken_by: Sequence[InMemoryReceiver[R]] = ()
         self.error: AdmissionClosedError | None = None
 
 
@@ -129,6 +188,7 @@ class _Topic(Generic[R]):
     def __init__(self) -> None:
         self.groups: dict[str, list[InMemoryReceiver[R]]] = {}
         self.waiting: OrderedDict[_WaitingSend[R], None] = OrderedDict()
+        self.feeding: dict[InMemoryReceiver[R], None] = {}
 
     @property
     def receivers(self) -> list[InMemoryReceiver[R]]:
@@ -158,10 +218,22 @@ class _Topic(Generic[R]):
                 raise AdmissionClosedError(str(targets[0]))
             self._hand_over(message, targets)
             return True
-        return await self._send_from_outside(message)
+        return bool(await self._send_from_outside(_WaitingSend(message, None)))
 
-    async def _send_from_outside(self, message: R) -> bool:
-        send = _WaitingSend(message)
+    async def admit(self, message: R) -> Sequence[InMemoryReceiver[R]]:
+        """See `LocalMessageBus.admit`."""
+        targets = [target for target in self._targets(message) if target.is_open]
+        if not targets:
+            return ()
+        message = message.routed()
+        if (admission := targets[0].subscription.admission).is_inside():
+            if admission.is_closed:
+                return ()
+            self._hand_over(message, targets)
+            return targets
+        return await self._send_from_outside(_WaitingSend(message, targets))
+
+    async def _send_from_outside(self, send: _WaitingSend[R]) -> Sequence[InMemoryReceiver[R]]:
         self.waiting[send] = None
         self.hand_over_waiting()
         if not send.ended:
@@ -175,26 +247,36 @@ class _Topic(Generic[R]):
             await trio.lowlevel.wait_task_rescheduled(abort)
         if send.error is not None:
             raise send.error
-        return send.subscribed
+        return send.taken_by
 
     def hand_over_waiting(self) -> None:
         """Hand over what waits, in order, as far as there is room."""
-        if not self.waiting:
-            return
+        for receiver in tuple(self.feeding):
+            if receiver.feed_is_next or not self.waiting:
+                receiver.serve_feed()
+        if self.waiting:
+            self._serve_senders()
+            for receiver in tuple(self.feeding):
+                receiver.serve_feed()
+
+    def _serve_senders(self) -> None:
         receivers = len(self.receivers)
         blocked: set[InMemoryReceiver[R]] = set()
         ended = []
         for send in self.waiting:
-            targets = self._targets(send.message)
-            if targets and not targets[0].subscription.admission.intake_is_open:
-                send.error = AdmissionClosedError(str(targets[0]))
+            targets = self._targets(send.message) if send.targets is None else send.targets
+            if send.targets is not None and not all(target.is_open for target in targets):
+                pass  # nobody takes it
+            elif targets and not targets[0].subscription.admission.intake_is_open:
+                if send.targets is None:
+                    send.error = AdmissionClosedError(str(targets[0]))
             elif any(target in blocked or not target.has_room for target in targets):
                 blocked.update(targets)
                 if len(blocked) == receivers:
                     break
                 continue
             else:
-                send.subscribed = bool(targets)
+                send.taken_by = targets
                 self._hand_over(send.message, targets)
             ended.append(send)
         for send in ended:
@@ -209,9 +291,9 @@ class _Topic(Generic[R]):
             lease = subscription.admission.try_acquire("%s, in %s", message, subscription.group)
             receiver.put(MessageExchange(message if route == 0 else message.routed(), lease))
 
-    def _targets(self, message: R) -> list[InMemoryReceiver[R]]:
+    def _targets(self, message: R) -> Sequence[InMemoryReceiver[R]]:
         aggregate_id = message.aggregate_id
-        targets = []
+        targets: list[InMemoryReceiver[R]] = []
         for group in self.groups.values():
             members = [each for each in group if aggregate_id.aggregate in each.subscription.aggregates]
             if members:
@@ -253,6 +335,12 @@ class InMemoryMessageBus(Generic[R]):
         await trio.lowlevel.checkpoint()
         topic = self._topics.get(message.aggregate_id.context)
         return topic is not None and await topic.send(message)
+
+    async def admit(self, message: R) -> Sequence[InMemoryReceiver[R]]:
+        """See `LocalMessageBus.admit`."""
+        await trio.lowlevel.checkpoint()
+        topic = self._topics.get(message.aggregate_id.context)
+        return () if topic is None else await topic.admit(message)
 
 
 class InMemoryCommandBus(InMemoryMessageBus[CommandMessage]):

@@ -67,7 +67,8 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
     published. When another writer was first, all of it is tried again from a fresh load, while only this aggregate
     waits. What fails up to the append is the command's result, not the dispatcher's failure, and the command is
     acknowledged; the aggregate's `@on_error` functions are told. A request that is stored already is not decided again:
-    its stored events are published again, and the result is a `DuplicateRequestIdError` with their version. A command
+    its stored events are published again, and the result is a `DuplicateRequestIdError` with their version, unless they
+    came of this very message, delivered once more. A command
     that yields no event stores nothing and is not remembered.
 
     A publication that fails is tried again alone, until it succeeds or the runtime ends. One that can never succeed
@@ -138,15 +139,24 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
             self._retries.add([self._publication], self)
         await super().prepare(context)
 
+    def wants(self, message: CommandMessage, /) -> bool:
+        """See `MessageDispatcher.wants`."""
+        return not message.is_void
+
     async def handle(self, handling: Handling, /) -> bool:
         """See the class."""
         message: CommandMessage = handling.message
+        if message.is_void:
+            return True
         handles(message)
         stream: DomainEventStream | None = None
         error: Exception | None = None
         deciding = _Deciding(self.name, message)
+        taken_elsewhere = handling.exchange is not None and handling.exchange.taken_elsewhere
         try:
             stream = await self._stored(message)
+            if stream is not None and taken_elsewhere:
+                return True  # who took it publishes it, and tells who waits
             if stream is None:
                 function = self._repository.model_of(message.aggregate_id).command_function(type(message.body))
                 deciding.function = function.name
@@ -154,8 +164,12 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
                     await self._attempt(deciding)
                 except DuplicateRequestIdError as raised:  # another process has stored it meanwhile
                     stream, error = await self._stored(message), raised
+                    if taken_elsewhere:
+                        return True
             else:
                 error = DuplicateRequestIdError(message.aggregate_id, message.request_id, stream.version)
+            if error is not None and stream is not None and stream.command_id == message.id:
+                error = None  # no other command, but another delivery of this one
         except Exception as raised:
             _log_failure(message, raised)
             await self._tell(message, raised)

@@ -134,7 +134,8 @@ class MessageDispatcher(ABC, Generic[M]):
             topics.setdefault(name, (model.context, set()))[1].add(model.name)
         self._receivers = {}
         for name, (bounded, aggregates) in topics.items():  # one by one: when one fails, those before are closed
-            subscription = Subscription(self.name, bounded, frozenset(aggregates), context.admission, self.wants)
+            names = frozenset(aggregates)
+            subscription = Subscription(self.name, bounded, names, context.admission, self.wants, context.nursery)
             self._receivers[name] = self._bus.receiver(subscription)
         for receiver in self._receivers.values():
             await receiver.ready.wait()
@@ -209,8 +210,10 @@ class MessageDispatcher(ABC, Generic[M]):
         return aggregate_id if self._groups is None else self._groups.of(aggregate_id)
 
     def _discard(self, exchange: MessageExchange[M]) -> None:
+        settled = exchange.is_settled()
         exchange.discard()
-        self.unfinished(exchange.message)
+        if not settled:
+            self.unfinished(exchange.message)
 
     async def _process(self, exchange: MessageExchange[M]) -> None:
         lease = exchange.lease
@@ -220,13 +223,17 @@ class MessageDispatcher(ABC, Generic[M]):
         try:
             if lease is not None:  # else admission has closed: not handled, not acknowledged
                 with lease:
-                    await self._filtered(handling)
+                    if exchange.is_settled():
+                        await exchange.acknowledge()
+                        handling.acknowledged = True
+                    else:
+                        await self._filtered(handling)
         except BaseException as error:
             self._report(error, exchange.message.aggregate_id)
             raise
         finally:
             if not handling.acknowledged:
-                self.unfinished(exchange.message)
+                self._discard(exchange)
 
     async def _handle_and_acknowledge(self, handling: Handling) -> None:
         if await self.handle(handling) and handling.exchange is not None:

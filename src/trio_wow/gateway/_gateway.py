@@ -81,7 +81,7 @@ class CommandGateway:
             SerializationError: JSON cannot hold one of the command's values.
             ValueError: `expected_version` is no version.
 
-        Cancellation: a cancelled call has sent nothing.
+        Cancellation: a cancelled call has sent nothing; on a local-first bus it may have (`docs/local-first.md`).
         Ordering: commands that one task sends one after the other reach an aggregate in that order.
         """
         return await self._send(self._message(command, request_id, tenant, headers, expected_version))

@@ -65,6 +65,7 @@ class CommandMessage:
             nothing has happened; `None` for any.
         headers: the message's own copy of what it was made with.
         created_at: wall time, UTC.
+        is_void: whether it is sent for the record alone: dispatchers leave it, and it takes no local route.
 
     Raises:
         InvalidIdentifierError: `id` or `request_id` is not legal.
@@ -79,6 +80,7 @@ class CommandMessage:
     expected_version: int | None = None
     headers: dict[str, str] = field(factory=dict, converter=checked_headers)
     created_at: datetime = field(factory=_now)
+    is_void: bool = False
 
     @request_id.default
     def _request_id_is_id(self) -> str:
