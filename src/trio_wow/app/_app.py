@@ -250,6 +250,7 @@ class App:
             "function_filters": FilterChain([self._event_retry, *self.function_filters]),
             "failures": self.failures,
             "retries": self._retries,
+            "signals": self._results,
         }
         if ProcessorKind.EVENT in kinds:
             components.append(EventDispatcher(registry, events, **options))
@@ -259,6 +260,10 @@ class App:
             saga = SagaDispatcher(registry, events, commands, results=self._results, max_hops=self._max_hops, **options)
             components.append(saga)
         if snapshots:
-            components.append(SnapshotDispatcher(domain, states, self.repository, filters=FilterChain(self.filters)))
+            components.append(
+                SnapshotDispatcher(
+                    domain, states, self.repository, filters=FilterChain(self.filters), signals=self._results
+                )
+            )
         components.append(self.gateway)
         return components

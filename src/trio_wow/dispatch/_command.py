@@ -13,7 +13,7 @@ from trio_wow.dispatch._failures import FailureRetries, record
 from trio_wow.dispatch._filters import FilterChain, Handling, Outcome, Retry, StageNotifier, leaves
 from trio_wow.dispatch._registry import FunctionRegistry
 from trio_wow.dispatch._results import CommandResults
-from trio_wow.domain import CommandFunction, Domain
+from trio_wow.domain import CommandFunction, Domain, Reply
 from trio_wow.errors import (
     AdmissionClosedError,
     AggregateDeletedError,
@@ -50,10 +50,10 @@ class _Deciding(Handling):
     """One command on its way through the function filters.
 
     Attributes:
-        stored: what is stored and is to be published; `None` as long as the command has led to nothing.
+        value: what the command function returned for the caller.
     """
 
-    stored: StateEvent[Any] | None = None
+    value: object = None
 
 
 class CommandDispatcher(MessageDispatcher[CommandMessage]):
@@ -161,6 +161,7 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
         if state is not None and self._state_events is not None:
             await self._publish_state(state, self._state_events)
         handling.outcome = Outcome.HANDLED
+        handling.stored = state
         handling.result = CommandResult(
             command_id=message.id,
             request_id=message.request_id,
@@ -168,8 +169,15 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
             stage=Stage.PROCESSED,
             version=None if stream is None else stream.version,
             error=None if error is None else CommandError.of(error),
+            value=deciding.value if error is None else None,
         )
         return True
+
+    async def stop(self) -> None:
+        """See `RuntimeComponent.stop`. It stops after all that tell of later stages, so nobody need wait any more."""
+        await super().stop()
+        if self._results is not None:
+            self._results.abandon_all()
 
     async def try_again(self, _: FailedExecution, stream: DomainEventStream, /) -> bool:
         """See `MessageDispatcher.try_again`."""
@@ -197,6 +205,7 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
         _check_version(message, aggregate.version)
         decided = await self._call(function, message, aggregate.state, message.body)
         events = aggregate.model.events_of(message.body, decided)
+        deciding.value = aggregate.serializer.plain(decided.value) if isinstance(decided, Reply) else None
         if not events:
             return
         stream = aggregate.advance(message, events)

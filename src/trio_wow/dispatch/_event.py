@@ -18,7 +18,7 @@ from trio_wow.dispatch._sender import MAX_HOPS, SagaSender
 from trio_wow.domain import ProcessorKind
 from trio_wow.errors import ConfigurationError
 from trio_wow.eventsourcing import AggregateRepository, FailureRecorder, LoadedAggregate, LoggingFailureRecorder
-from trio_wow.messages import AggregateId, DomainEvent, DomainEventStream, StateEvent
+from trio_wow.messages import AggregateId, DomainEvent, DomainEventStream, Stage, StateEvent
 from trio_wow.runtime import RuntimeContext
 
 __all__ = ["EventDispatcher", "ProcessorOptions", "ProjectionDispatcher", "SagaDispatcher"]
@@ -34,6 +34,12 @@ class _DomainEventChild(ProcessorDispatcher[DomainEventStream]):
         for sequence, body in enumerate(message.events, 1):
             for function in processor.registered.functions.get(type(body), ()):
                 yield Call(function, body, DomainEvent(body, sequence, message), sequence)
+
+    def part_name(self) -> str:
+        return self.name
+
+    def message_after(self, event: StateEvent[Any], /) -> DomainEventStream:
+        return event.stream
 
     async def message_of(self, stream: DomainEventStream, /) -> DomainEventStream:
         return stream
@@ -58,6 +64,12 @@ class _StateEventChild(ProcessorDispatcher[StateEvent[Any]]):
     def calls(self, processor: BoundProcessor, message: StateEvent[Any], /) -> Iterator[Call]:
         for function in processor.registered.functions.get(type(message.state), ()):
             yield Call(function, message.state, message, len(message.stream.events))
+
+    def part_name(self) -> str:
+        return f"{self.name}/state"
+
+    def message_after(self, event: StateEvent[Any], /) -> StateEvent[Any]:
+        return event
 
     async def message_of(self, stream: DomainEventStream, /) -> StateEvent[Any]:
         aggregate_id, version = stream.aggregate_id, stream.version
@@ -91,6 +103,7 @@ class ProcessorOptions(TypedDict, total=False):
     failures: FailureRecorder | None
     ack_on_unrecorded_failure: bool
     retries: FailureRetries | None
+    signals: CommandResults | None
     name: str | None
 
 
@@ -113,10 +126,12 @@ class EventDispatcher:
         failures: is told of what has failed for good; by default a `LoggingFailureRecorder`.
         ack_on_unrecorded_failure: whether a message is acknowledged although nobody keeps its failure but a log.
         retries: tries executions that have failed for good again, when it is told to.
+        signals: is told when what a command has led to is handled.
         name: the component and its consumer group; by default `default_name`.
     """
 
     kind = ProcessorKind.EVENT
+    stage = Stage.EVENT_HANDLED
     default_name = "event-dispatcher"
 
     def __init__(
@@ -132,6 +147,7 @@ class EventDispatcher:
         failures: FailureRecorder | None = None,
         ack_on_unrecorded_failure: bool = True,
         retries: FailureRetries | None = None,
+        signals: CommandResults | None = None,
         name: str | None = None,
     ) -> None:
         self.name = name if name is not None else self.default_name
@@ -145,6 +161,7 @@ class EventDispatcher:
         self._failures = failures if failures is not None else LoggingFailureRecorder()
         self._ack_on_unrecorded_failure = ack_on_unrecorded_failure
         self._retries = retries
+        self._signals = signals
         self._sender: SagaSender | None = None
         self._children: list[ProcessorDispatcher[Any]] = []
 
@@ -211,6 +228,8 @@ class EventDispatcher:
             self._failures,
             self._ack_on_unrecorded_failure,
             self._retries,
+            self.stage,
+            self._signals,
         )
         children: list[ProcessorDispatcher[Any]] = []
         if on_events:
@@ -242,6 +261,7 @@ class ProjectionDispatcher(EventDispatcher):
     """An `EventDispatcher` for projections."""
 
     kind = ProcessorKind.PROJECTION
+    stage = Stage.PROJECTED
     default_name = "projection-dispatcher"
 
 
@@ -261,6 +281,7 @@ class SagaDispatcher(EventDispatcher):
     """
 
     kind = ProcessorKind.SAGA
+    stage = Stage.SAGA_HANDLED
     default_name = "saga-dispatcher"
 
     def __init__(

@@ -204,6 +204,11 @@ class StateEvent(Generic[S_co]):
         return self.stream.version
 
     @property
+    def command_id(self) -> str:
+        """The message that caused the events."""
+        return self.stream.command_id
+
+    @property
     def headers(self) -> Mapping[str, str]:
         """The headers of the stream."""
         return self.stream.headers

@@ -6,6 +6,7 @@ from dataclasses import is_dataclass
 from datetime import datetime
 from decimal import Decimal
 from functools import lru_cache
+from math import isfinite
 from typing import Any, TypeVar
 from uuid import UUID
 
@@ -72,6 +73,20 @@ class Serializer:
         """
         self._types.of(body)
         return self._written(body)[1]
+
+    def plain(self, value: object) -> object:
+        """Return a value as plain JSON data: dicts, lists, texts, numbers, booleans, `None`. It shares nothing.
+
+        Raises:
+            SerializationError: JSON cannot hold it.
+        """
+        try:
+            form = self._converter.unstructure(value)
+            _check_finite(form)
+            back: object = orjson.loads(orjson.dumps(form))
+        except Exception as error:
+            raise SerializationError(f"{_shown(value)} cannot be kept as JSON: {error}") from error
+        return back
 
     def dump_stream(self, stream: DomainEventStream) -> bytes:
         """Write a stream.
@@ -219,6 +234,14 @@ class Serializer:
             raise SerializationError(
                 f"{source} holds a {named.name!r} that does not fit {cls.__name__}: {_reasons(error)}"
             ) from error
+
+
+def _check_finite(form: object) -> None:
+    """Refuse numbers that orjson writes as null."""
+    if isinstance(form, float) and not isfinite(form):
+        raise ValueError(f"{form} is no number in JSON")
+    for each in form.values() if isinstance(form, dict) else form if isinstance(form, list | tuple) else ():
+        _check_finite(each)
 
 
 def _difference(body: Any, back: Any) -> str | None:
