@@ -128,16 +128,21 @@ class CommandWait:
     def _reached(self) -> str | None:
         return None if self._last is None else self._last.stage.name
 
+    @property
+    def _is_over(self) -> bool:
+        return self._ended or (self.deadline != inf and trio.current_time() >= self.deadline)
+
     def sent(self, result: CommandResult) -> None:
         """Take note of `SENT`."""
-        if self._last is None:
+        if self._last is None and not self._is_over:
             self._signal(result)
 
     def processed(self, result: CommandResult, stored: StateEvent[Any] | None) -> None:
         """Take note of `PROCESSED`: the first time counts."""
-        if self._ended or self._processed is not None:
+        if self._is_over or self._processed is not None:
             return
-        self.sent(evolve(result, stage=Stage.SENT, version=None, error=None, value=None))
+        if self._last is None:
+            self._signal(evolve(result, stage=Stage.SENT, version=None, error=None, value=None))
         self._processed = result
         self._signal(result)
         if result.error is not None:
@@ -159,7 +164,7 @@ class CommandWait:
             self._early.append((part, error))
             return
         pending = self._pending.get(part.stage)
-        if pending is None or part.name not in pending:
+        if self._is_over or pending is None or part.name not in pending:
             return
         pending.remove(part.name)
         if error is not None or not pending:
@@ -184,8 +189,6 @@ class CommandWait:
             self._signal(evolve(self._processed, stage=stage, error=error))
 
     def _signal(self, result: CommandResult) -> None:
-        if self._ended or (self.deadline != inf and trio.current_time() >= self.deadline):
-            return
         self._last = result
         self._signals.append(result)
         if result.stage is self.until:

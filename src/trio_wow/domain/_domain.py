@@ -132,10 +132,10 @@ class Domain:
 def _check(command: Any) -> None:
     """Refuse a command that is not valid in itself."""
     cls = type(command)
+    validate = getattr(cls, "validate", None)
     try:
         attrs.validate(command)
-        validate = getattr(cls, "validate", None)
-        said = None if validate is None else validate(command)
+        said = validate(command) if callable(validate) else None  # else it is a field
     except Exception as error:
         raise InvalidCommandError(cls, printable(error)) from error
     if isawaitable(said):
