@@ -199,7 +199,7 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
         handling.attempts += 1
         deciding = cast("_Deciding", handling)
         message: CommandMessage = handling.message
-        aggregate = await self._repository.load(message.aggregate_id)
+        aggregate = await self._repository.load_to_decide(message.aggregate_id)
         function = aggregate.model.command_function(type(message.body))
         aggregate.model.check_life(message.body, message.aggregate_id, aggregate.version, deleted=aggregate.deleted)
         _check_version(message, aggregate.version)
@@ -217,6 +217,10 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
                 stored = await self._stored(message)
             if stored is None or stored.id != stream.id:
                 raise
+        except VersionConflictError:
+            self._repository.forget(message.aggregate_id)
+            raise
+        self._repository.keep(aggregate)
         deciding.stored = StateEvent(stream, aggregate.state, aggregate.deleted)
 
     async def _tell(self, message: CommandMessage, error: Exception) -> None:

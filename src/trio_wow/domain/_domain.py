@@ -5,7 +5,6 @@ from inspect import isawaitable
 from typing import Any
 
 import attrs
-from attrs import evolve
 from cattrs.preconf.orjson import OrjsonConverter
 
 from trio_wow.domain._aggregate import ANY_AGGREGATE_COMMANDS, ANY_AGGREGATE_EVENTS, AggregateModel, aggregate_model
@@ -123,10 +122,10 @@ class Domain:
         _check(command)
         aggregate_id = model.aggregate_id(command.id, tenant)
         body = self.serializer.copy(command)
-        message = CommandMessage(
-            aggregate_id=aggregate_id, body=body, headers=headers or {}, expected_version=expected_version
+        named = {} if request_id is None else {"request_id": request_id}
+        return CommandMessage(
+            aggregate_id=aggregate_id, body=body, headers=headers or {}, expected_version=expected_version, **named
         )
-        return message if request_id is None else evolve(message, request_id=request_id)
 
 
 def _check(command: Any) -> None:

@@ -27,7 +27,8 @@ class InMemoryEventStore:
     """An `EventStore` that ends with the process.
 
     It keeps the serialized form, so that what another store could not keep fails here already, and no two readers
-    share an object.
+    share an object. It has nothing to wait for, so its methods can be cancelled but give way to no other task: a handler
+    need not be made to wait for what is at hand. Who calls it in a loop of his own adds a checkpoint.
     """
 
     def __init__(self, serializer: Serializer) -> None:
@@ -37,7 +38,7 @@ class InMemoryEventStore:
 
     async def append(self, stream: DomainEventStream) -> None:
         """See `EventStore.append`."""
-        await trio.lowlevel.checkpoint()
+        await trio.lowlevel.checkpoint_if_cancelled()
         aggregate_id = stream.aggregate_id
         history = self._histories.get(aggregate_id) or _History()
         stored = history.versions.get(stream.request_id)
@@ -56,7 +57,7 @@ class InMemoryEventStore:
         self, aggregate_id: AggregateId, *, after: int = 0, until: int | None = None
     ) -> Sequence[DomainEventStream]:
         """See `EventStore.load`."""
-        await trio.lowlevel.checkpoint()
+        await trio.lowlevel.checkpoint_if_cancelled()
         history = self._histories.get(aggregate_id)
         if history is None:
             return []
@@ -65,7 +66,7 @@ class InMemoryEventStore:
 
     async def load_request(self, aggregate_id: AggregateId, request_id: str) -> DomainEventStream | None:
         """See `EventStore.load_request`."""
-        await trio.lowlevel.checkpoint()
+        await trio.lowlevel.checkpoint_if_cancelled()
         history = self._histories.get(aggregate_id)
         if history is None or (version := history.versions.get(request_id)) is None:
             return None
@@ -73,7 +74,7 @@ class InMemoryEventStore:
 
     async def read_all(self, after: int, limit: int) -> Sequence[RecordedStream]:
         """See `EventStore.read_all`."""
-        await trio.lowlevel.checkpoint()
+        await trio.lowlevel.checkpoint_if_cancelled()
         after = max(after, 0)
         page = self._all[after : after + limit]
         return [
@@ -83,7 +84,7 @@ class InMemoryEventStore:
 
     async def version_at(self, aggregate_id: AggregateId, position: int) -> int:
         """See `EventStore.version_at`."""
-        await trio.lowlevel.checkpoint()
+        await trio.lowlevel.checkpoint_if_cancelled()
         history = self._histories.get(aggregate_id)
         return 0 if history is None else bisect_right(history.positions, position)
 
@@ -100,18 +101,18 @@ class InMemorySnapshotStore:
 
     async def save_snapshot(self, snapshot: Snapshot) -> None:
         """See `SnapshotStore.save_snapshot`."""
-        await trio.lowlevel.checkpoint()
+        await trio.lowlevel.checkpoint_if_cancelled()
         kept = self._snapshots.get(snapshot.aggregate_id)
         if kept is None or kept.version < snapshot.version:
             self._snapshots[snapshot.aggregate_id] = snapshot
 
     async def load_snapshot(self, aggregate_id: AggregateId) -> Snapshot | None:
         """See `SnapshotStore.load_snapshot`."""
-        await trio.lowlevel.checkpoint()
+        await trio.lowlevel.checkpoint_if_cancelled()
         return self._snapshots.get(aggregate_id)
 
     async def discard_snapshot(self, snapshot: Snapshot) -> None:
         """See `SnapshotStore.discard_snapshot`."""
-        await trio.lowlevel.checkpoint()
+        await trio.lowlevel.checkpoint_if_cancelled()
         if self._snapshots.get(snapshot.aggregate_id) == snapshot:
             del self._snapshots[snapshot.aggregate_id]

@@ -1,7 +1,9 @@
 """Loading aggregates from snapshots and events, deciding, and making streams of what was decided."""
 
 import logging
+from collections import OrderedDict
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any
 
 from attrs import define
@@ -36,6 +38,14 @@ class LoadedAggregate:
     serializer: Serializer
     deleted: bool = False
 
+    def copy(self) -> "LoadedAggregate":
+        """Return the same with a state of its own.
+
+        Raises:
+            Exception: the state cannot be copied.
+        """
+        return LoadedAggregate(self.id, self.model, deepcopy(self.state), self.version, self.serializer, self.deleted)
+
     def advance(self, command: CommandMessage, events: tuple[object, ...]) -> DomainEventStream:
         """Apply what was decided, and return it as the aggregate's next stream.
 
@@ -44,10 +54,13 @@ class LoadedAggregate:
             SerializationError: one would not come back from a store as it is.
             Exception: what a sourcing function raised. The state is then of no use any more.
         """
+        written = []
         for event in events:
             self.model.check_sourced(event)
             # A copy, as it will be loaded: what the state makes of it must not change what is stored.
-            self.model.apply(self.state, self.serializer.copy(event))
+            data, copy = self.serializer.written(event)
+            written.append(data)
+            self.model.apply(self.state, copy)
             self.deleted = self.model.deleted_after(event, self.deleted)
         self.version += 1
         return DomainEventStream(
@@ -57,6 +70,7 @@ class LoadedAggregate:
             command_id=command.id,
             request_id=command.request_id,
             headers=command.headers,
+            _written=tuple(written),
         )
 
     def source(self, streams: Sequence[DomainEventStream]) -> None:
@@ -88,12 +102,22 @@ class AggregateRepository:
         domain: the aggregates.
         store: their events.
         snapshots: their snapshots, for those aggregates that have a `snapshot_every`.
+        cached: of how many aggregates the last known state is kept for `load_to_decide`; at least 0.
+
+    Raises:
+        ValueError: `cached` is out of its range.
     """
 
-    def __init__(self, domain: Domain, store: EventStore, snapshots: SnapshotStore | None = None) -> None:
+    def __init__(
+        self, domain: Domain, store: EventStore, snapshots: SnapshotStore | None = None, *, cached: int = 1_024
+    ) -> None:
+        if type(cached) is not int or cached < 0:
+            raise ValueError(f"cached must be an int of at least 0, not {cached!r}")
         self._domain = domain
         self._store = store
         self._snapshots = snapshots
+        self._cached = cached
+        self._last: OrderedDict[AggregateId, LoadedAggregate] = OrderedDict()
 
     def model_of(self, aggregate_id: AggregateId) -> AggregateModel:
         """Return what an aggregate can do.
@@ -127,6 +151,40 @@ class AggregateRepository:
         if version is not None and loaded.version != version:
             raise AggregateVersionError(aggregate_id, version, loaded.version)
         return loaded
+
+    async def load_to_decide(self, aggregate_id: AggregateId) -> LoadedAggregate:
+        """Return an aggregate's present state as `load` does, from what `keep` was given where that is not too long ago.
+
+        The store is asked for what others have appended since, and the state is the caller's own copy.
+
+        Raises:
+            WowError: as for `load`.
+        """
+        kept = self._last.get(aggregate_id)
+        if kept is None:
+            return await self.load(aggregate_id)
+        if kept.id.tenant != aggregate_id.tenant:
+            raise TenantMismatchError(aggregate_id, aggregate_id.tenant)
+        self._last.move_to_end(aggregate_id)
+        streams = await self._store.load(aggregate_id, after=kept.version)
+        try:
+            loaded = kept.copy()
+        except Exception:  # not every state can be copied
+            self.forget(aggregate_id)
+            return await self.load(aggregate_id)
+        loaded.source(streams)
+        return loaded
+
+    def keep(self, aggregate: LoadedAggregate) -> None:
+        """Keep an aggregate, in a state that is stored, for `load_to_decide`. It is the repository's from now on."""
+        self._last[aggregate.id] = aggregate
+        self._last.move_to_end(aggregate.id)
+        if len(self._last) > self._cached:
+            self._last.popitem(last=False)
+
+    def forget(self, aggregate_id: AggregateId) -> None:
+        """Keep an aggregate no longer, so that it is made from its events the next time."""
+        self._last.pop(aggregate_id, None)
 
     async def take_snapshot(self, event: StateEvent[Any]) -> None:
         """Keep the state of a state event as its aggregate's snapshot.

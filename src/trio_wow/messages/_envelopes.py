@@ -3,10 +3,11 @@
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from datetime import UTC, datetime
+from functools import cache
+from os import urandom
 from typing import Any, Generic, NewType, TypeVar
-from uuid import uuid4
 
-from attrs import evolve, field, frozen
+from attrs import field, fields, frozen
 
 from trio_wow.errors import SerializationError
 from trio_wow.messages._identity import AggregateId, check_identifier
@@ -15,13 +16,14 @@ __all__ = ["CommandMessage", "DomainEvent", "DomainEventStream", "Headers", "Sta
 
 B_co = TypeVar("B_co", covariant=True)
 S_co = TypeVar("S_co", covariant=True)
+M = TypeVar("M", "CommandMessage", "DomainEventStream")
 
 Headers = NewType("Headers", dict[str, str])
 """Annotates a parameter of a message function that takes the headers of its message."""
 
 
 def _new_id() -> str:
-    return uuid4().hex
+    return urandom(16).hex()
 
 
 def _now() -> datetime:
@@ -49,6 +51,20 @@ def checked_headers(headers: Mapping[str, str]) -> dict[str, str]:
                 text.encode()
             except UnicodeEncodeError:
                 raise SerializationError(f"header text {text!r} holds a lone surrogate") from None
+    return copy
+
+
+@cache
+def _names(cls: Any) -> tuple[str, ...]:
+    return tuple(each.name for each in fields(cls) if each.name != "headers")
+
+
+def _routed(message: M) -> M:
+    """Copy an envelope. All but the headers was checked when it was made, and cannot have been changed since."""
+    copy = object.__new__(type(message))
+    for name in _names(type(message)):
+        object.__setattr__(copy, name, getattr(message, name))
+    object.__setattr__(copy, "headers", checked_headers(message.headers))
     return copy
 
 
@@ -96,7 +112,7 @@ class CommandMessage:
 
     def routed(self) -> "CommandMessage":
         """Return a copy for one route: equal, with headers of its own."""
-        return evolve(self)
+        return _routed(self)
 
 
 @frozen(kw_only=True)
@@ -127,6 +143,8 @@ class DomainEventStream:
     id: str = field(factory=_new_id)
     headers: dict[str, str] = field(factory=dict, converter=checked_headers)
     created_at: datetime = field(factory=_now)
+    # The JSON of the events, where they are written already. Not for others than the serializer.
+    _written: tuple[bytes, ...] | None = field(default=None, eq=False, repr=False, alias="_written")
 
     def __attrs_post_init__(self) -> None:
         check_identifier("stream ID", self.id)
@@ -145,7 +163,7 @@ class DomainEventStream:
 
     def routed(self) -> "DomainEventStream":
         """Return a copy for one route: equal, with headers of its own."""
-        return evolve(self)
+        return _routed(self)
 
 
 @frozen

@@ -6,6 +6,7 @@ from dataclasses import is_dataclass
 from datetime import datetime
 from decimal import Decimal
 from functools import lru_cache
+from itertools import repeat
 from math import isfinite
 from typing import Any, TypeVar
 from uuid import UUID
@@ -71,8 +72,12 @@ class Serializer:
             SerializationError: it would not come back as it is.
             UnknownMessageTypeError: its class is not registered.
         """
+        return self.written(body)[1]
+
+    def written(self, body: B) -> tuple[bytes, B]:
+        """Return a body's JSON, and the body as it will come back from that; see `copy`."""
         self._types.of(body)
-        return self._written(body)[1]
+        return self._written(body)
 
     def plain(self, value: object) -> object:
         """Return a value as plain JSON data: dicts, lists, texts, numbers, booleans, `None`. It shares nothing.
@@ -108,7 +113,10 @@ class Serializer:
             "request_id": stream.request_id,
             "created_at": stream.created_at,
             "headers": checked_headers(stream.headers),  # anybody may have changed them
-            "events": [self._body(event) for event in stream.events],
+            "events": [
+                self._body(event, data)
+                for event, data in zip(stream.events, stream._written or repeat(None), strict=False)
+            ],
         }
         return orjson.dumps(form)
 
@@ -179,9 +187,10 @@ class Serializer:
             )
         return state
 
-    def _body(self, body: object) -> dict[str, object]:
+    def _body(self, body: object, data: bytes | None) -> dict[str, object]:
         named = self._types.of(body)
-        return {"name": named.name, "revision": named.revision, "body": orjson.Fragment(self._written(body)[0])}
+        fragment = orjson.Fragment(self._written(body)[0] if data is None else data)
+        return {"name": named.name, "revision": named.revision, "body": fragment}
 
     def _written(self, body: B, difference: Callable[[B, B], str | None] | None = None) -> tuple[bytes, B]:
         """Write a body and read it back, since only that shows what JSON, or its own annotations, would change."""
