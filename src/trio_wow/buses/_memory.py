@@ -9,6 +9,7 @@ import trio
 from trio_wow.buses._bus import MessageExchange, Subscription
 from trio_wow.errors import AdmissionClosedError, RuntimeStateError
 from trio_wow.messages import AggregateId, CommandMessage, DomainEventStream, StateEvent
+from trio_wow.runtime import checkpoint_in_turn
 
 __all__ = ["InMemoryCommandBus", "InMemoryDomainEventBus", "InMemoryStateEventBus"]
 
@@ -149,8 +150,6 @@ class _Topic(Generic[R]):
 
     async def send(self, message: R) -> bool:
         """Hand a message to one receiver of each group, to all or to none, and say whether there was any."""
-        # A send from inside never waits, and turns are fair without it.
-        await trio.lowlevel.checkpoint_if_cancelled()
         targets = self._targets(message)
         if not targets:
             return False
@@ -163,7 +162,6 @@ class _Topic(Generic[R]):
         return await self._send_from_outside(message)
 
     async def _send_from_outside(self, message: R) -> bool:
-        await trio.lowlevel.checkpoint()
         send = _WaitingSend(message)
         self.waiting[send] = None
         self.hand_over_waiting()
@@ -253,11 +251,9 @@ class InMemoryMessageBus(Generic[R]):
 
     async def send_if_subscribed(self, message: R) -> bool:
         """See `MessageBus.send_if_subscribed`."""
+        await checkpoint_in_turn()
         topic = self._topics.get(message.aggregate_id.context)
-        if topic is None:
-            await trio.lowlevel.checkpoint_if_cancelled()
-            return False
-        return await topic.send(message)
+        return topic is not None and await topic.send(message)
 
 
 class InMemoryCommandBus(InMemoryMessageBus[CommandMessage]):

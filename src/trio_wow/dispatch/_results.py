@@ -1,9 +1,9 @@
 """Who waits for which command, and what became of it."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from math import inf
+from types import TracebackType
 from typing import Any
 
 import trio
@@ -37,7 +37,8 @@ class CommandWait:
     """One command that somebody waits for: an async iterator of its signals. Made by `CommandResults.expecting`.
 
     `SENT` comes first, `PROCESSED` second, then the later stages as they are reached, each at most once. It ends with
-    the stage that is waited for, or with a `PROCESSED` that has an error. One task iterates.
+    the stage that is waited for, or with a `PROCESSED` that has an error. Signals are taken while its `with` block
+    runs. One task at a time waits or iterates.
 
     Attributes:
         command_id: the message's ID.
@@ -48,14 +49,15 @@ class CommandWait:
 
     __slots__ = (
         "_abandoned",
-        "_changed",
         "_early",
         "_ended",
         "_last",
+        "_parked",
         "_parts",
         "_pending",
         "_processed",
         "_signals",
+        "_waits",
         "command_id",
         "deadline",
         "timeout",
@@ -63,12 +65,18 @@ class CommandWait:
     )
 
     def __init__(
-        self, command_id: str, until: Stage, timeout: float, parts: Mapping[Stage, Mapping[str, StagePart]]
+        self,
+        command_id: str,
+        until: Stage,
+        timeout: float,
+        waits: dict[str, "CommandWait"],
+        parts: Mapping[Stage, Mapping[str, StagePart]],
     ) -> None:
         self.command_id = command_id
         self.until = until
         self.timeout = timeout
         self.deadline = inf if timeout == inf else trio.current_time() + timeout
+        self._waits = waits
         self._parts = parts
         self._signals: deque[CommandResult] = deque()
         self._last: CommandResult | None = None
@@ -78,17 +86,26 @@ class CommandWait:
         self._early: list[tuple[StagePart, CommandError | None]] = []
         self._ended = False
         self._abandoned = False
-        self._changed = trio.Event()
+        self._parked: trio.lowlevel.Task | None = None
+
+    def __enter__(self) -> "CommandWait":
+        self._waits[self.command_id] = self
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        del self._waits[self.command_id]
+        self._end()
 
     async def wait(self) -> CommandResult:
-        """Wait for the last signal, and return it.
+        """Wait for the last signal, however long that takes, and return it.
 
         Raises:
-            WaitTimeoutError: it has not come in time.
             WaitAbandonedError: the runtime has ended, or is ending, before it came.
         """
         while not self._ended:
-            await self._wait_change()
+            await self._park()
         if self._abandoned or self._last is None:
             raise WaitAbandonedError(self.command_id, self._reached)
         return self._last
@@ -104,21 +121,29 @@ class CommandWait:
             WaitAbandonedError: the runtime has ended, or is ending, before the last one came.
         """
         await trio.lowlevel.checkpoint()
-        while not self._signals:
-            if self._abandoned:
-                raise WaitAbandonedError(self.command_id, self._reached)
-            if self._ended:
-                raise StopAsyncIteration
-            await self._wait_change()
-        return self._signals.popleft()
+        with trio.move_on_at(self.deadline):
+            while not self._signals and not self._ended:
+                await self._park()
+        if self._signals:
+            return self._signals.popleft()
+        if self._abandoned:
+            raise WaitAbandonedError(self.command_id, self._reached)
+        if self._ended:
+            raise StopAsyncIteration
+        raise self.timed_out()
 
-    async def _wait_change(self) -> None:
-        if self._changed.is_set():
-            self._changed = trio.Event()
-        with trio.move_on_at(self.deadline) as scope:
-            await self._changed.wait()
-        if scope.cancelled_caught and not self._changed.is_set():
-            raise self.timed_out()
+    async def _park(self) -> None:
+        def abort(_: object) -> trio.lowlevel.Abort:
+            self._parked = None
+            return trio.lowlevel.Abort.SUCCEEDED
+
+        self._parked = trio.lowlevel.current_task()
+        await trio.lowlevel.wait_task_rescheduled(abort)
+
+    def _wake(self) -> None:
+        if self._parked is not None:
+            trio.lowlevel.reschedule(self._parked)
+            self._parked = None
 
     def timed_out(self) -> WaitTimeoutError:
         """Return the error that says that the time is up."""
@@ -176,10 +201,6 @@ class CommandWait:
             self._abandoned = True
             self._end()
 
-    def close(self) -> None:
-        """Take note that nobody waits any more."""
-        self._end()
-
     def _reach(self, stage: Stage, error: CommandError | None) -> None:
         self._pending[stage] = set()
         if error is _LOST:
@@ -192,12 +213,12 @@ class CommandWait:
         self._last = result
         self._signals.append(result)
         if result.stage is self.until:
-            self._end()
-        self._changed.set()
+            self._ended = True
+        self._wake()
 
     def _end(self) -> None:
         self._ended = True
-        self._changed.set()
+        self._wake()
 
 
 class CommandResults:
@@ -223,9 +244,8 @@ class CommandResults:
         """Whether anybody here tells that a command has reached a stage."""
         return stage in (Stage.SENT, Stage.PROCESSED) or stage in self._parts
 
-    @contextmanager
-    def expecting(self, command_id: str, until: Stage = Stage.PROCESSED, timeout: float = inf) -> Iterator[CommandWait]:
-        """Expect the signals of a command that is about to be sent, until the block is left.
+    def expecting(self, command_id: str, until: Stage = Stage.PROCESSED, timeout: float = inf) -> CommandWait:
+        """Expect the signals of a command that is about to be sent: enter what this returns, then send.
 
         Args:
             command_id: the message's ID.
@@ -237,12 +257,7 @@ class CommandResults:
         """
         if command_id in self._waits:
             raise ValueError(f"command {command_id} is waited for already; send another message with its request ID")
-        wait = self._waits[command_id] = CommandWait(command_id, until, timeout, self._parts)
-        try:
-            yield wait
-        finally:
-            del self._waits[command_id]
-            wait.close()
+        return CommandWait(command_id, until, timeout, self._waits, self._parts)
 
     def sent(self, result: CommandResult, /) -> None:
         """Take note of a result of stage `SENT`. Never raises."""

@@ -1,6 +1,7 @@
 """One application's domain: its aggregates, where their commands go, and how its messages are written."""
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from inspect import isawaitable
 from typing import Any
 
@@ -122,10 +123,8 @@ class Domain:
         _check(command)
         aggregate_id = model.aggregate_id(command.id, tenant)
         body = self.serializer.copy(command)
-        named = {} if request_id is None else {"request_id": request_id}
-        return CommandMessage(
-            aggregate_id=aggregate_id, body=body, headers=headers or {}, expected_version=expected_version, **named
-        )
+        make = CommandMessage if request_id is None else partial(CommandMessage, request_id=request_id)
+        return make(aggregate_id=aggregate_id, body=body, headers=headers or {}, expected_version=expected_version)
 
 
 def _check(command: Any) -> None:

@@ -153,7 +153,7 @@ class AggregateRepository:
         return loaded
 
     async def load_to_decide(self, aggregate_id: AggregateId) -> LoadedAggregate:
-        """Return an aggregate's present state as `load` does, from what `keep` was given where that is not too long ago.
+        """Return an aggregate's present state as `load` does; from what `keep` was given, if that is not too long ago.
 
         The store is asked for what others have appended since, and the state is the caller's own copy.
 

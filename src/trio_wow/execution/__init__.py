@@ -12,6 +12,7 @@ from trio_wow.execution._statistics import KeyedExecutorStatistics as KeyedExecu
 from trio_wow.execution._statistics import WorkerStatistics as WorkerStatistics
 from trio_wow.execution._threads import blocking as blocking
 from trio_wow.execution._threads import direct as direct
+from trio_wow.execution._user_call import is_in_turn as is_in_turn
 from trio_wow.execution._user_call import user_call as user_call
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "blocking",
     "direct",
     "is_async",
+    "is_in_turn",
     "refuse_awaitable",
     "split_cancelled",
     "user_call",

@@ -8,7 +8,7 @@ from typing import Any
 import trio
 
 from trio_wow.buses import CommandBus
-from trio_wow.dispatch import CommandResults, CommandWait
+from trio_wow.dispatch import CommandResults
 from trio_wow.domain import Domain
 from trio_wow.errors import AdmissionClosedError, NoSubscriberError, RuntimeStateError, StageUnavailableError
 from trio_wow.messages import DEFAULT_TENANT, CommandMessage, CommandResult, Stage
@@ -126,8 +126,10 @@ class CommandGateway:
         self._check_wait(until, timeout)
         message = self._message(command, request_id, tenant, headers, expected_version)
         with self.results.expecting(message.id, until, timeout) as wait:
-            await self._send_for(wait, message)
-            return await wait.wait()
+            with trio.move_on_at(wait.deadline):
+                wait.sent(await self._send(message))
+                return await wait.wait()
+            raise wait.timed_out()
 
     @asynccontextmanager
     async def stream(
@@ -172,7 +174,10 @@ class CommandGateway:
         self._check_wait(until, timeout)
         message = self._message(command, request_id, tenant, headers, expected_version)
         with self.results.expecting(message.id, until, timeout) as wait:
-            await self._send_for(wait, message)
+            with trio.move_on_at(wait.deadline) as sending:
+                wait.sent(await self._send(message))
+            if sending.cancelled_caught:
+                raise wait.timed_out()
             yield wait
 
     async def prepare(self, context: RuntimeContext, /) -> None:
@@ -224,12 +229,6 @@ class CommandGateway:
         if not self.results.serves(until):
             self._check_admission()  # before a runtime has run, nobody tells of anything
             raise StageUnavailableError(until.name)
-
-    async def _send_for(self, wait: CommandWait, message: CommandMessage) -> None:
-        with trio.move_on_at(wait.deadline):
-            wait.sent(await self._send(message))
-            return
-        raise wait.timed_out()
 
     async def _send(self, message: CommandMessage) -> CommandResult:
         if not await self._bus.send_if_subscribed(message):

@@ -61,8 +61,9 @@ def _names(cls: Any) -> tuple[str, ...]:
 
 def _routed(message: M) -> M:
     """Copy an envelope. All but the headers was checked when it was made, and cannot have been changed since."""
-    copy = object.__new__(type(message))
-    for name in _names(type(message)):
+    cls: Any = type(message)
+    copy: M = object.__new__(cls)
+    for name in _names(cls):
         object.__setattr__(copy, name, getattr(message, name))
     object.__setattr__(copy, "headers", checked_headers(message.headers))
     return copy
