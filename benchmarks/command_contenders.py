@@ -347,7 +347,7 @@ def eventsourcing_fastest(load: Load) -> Outcome:
 
 
 def _eventsourcing(load: Load, settings: dict[str, str]) -> Outcome:
-    app = Application(env={**os.environ, **settings})
+    app: Any = Application(env={**os.environ, **settings})
     ids = {name: EsAccount.create_id(name) for name in load.names}
 
     def withdraw(name: str, amount: int) -> int:
@@ -431,7 +431,7 @@ def _protean(load: Load) -> Outcome:
 
     account: Any = domain.aggregate(is_event_sourced=True)(Account)
     command: Any = domain.command(part_of=account)(Withdraw)
-    Handler.withdraw = protean.handle(command)(Handler.withdraw)  # type: ignore[method-assign]
+    Handler.withdraw = protean.handle(command)(Handler.withdraw)  # type: ignore[method-assign,assignment]
     domain.command_handler(part_of=account)(Handler)
     domain.config["command_processing"] = domain.config["event_processing"] = "sync"
     domain.init(traverse=False)

@@ -159,6 +159,9 @@ class _Topic(Generic[R]):
                 raise AdmissionClosedError(str(targets[0]))
             self._hand_over(message, targets)
             return True
+        if not self.waiting and admission.intake_is_open and all(target.has_room for target in targets):
+            self._hand_over(message, targets)
+            return True
         return await self._send_from_outside(message)
 
     async def _send_from_outside(self, message: R) -> bool:

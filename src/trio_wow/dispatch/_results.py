@@ -49,6 +49,7 @@ class CommandWait:
 
     __slots__ = (
         "_abandoned",
+        "_each",
         "_early",
         "_ended",
         "_last",
@@ -69,6 +70,7 @@ class CommandWait:
         command_id: str,
         until: Stage,
         timeout: float,
+        each: bool,
         waits: dict[str, "CommandWait"],
         parts: Mapping[Stage, Mapping[str, StagePart]],
     ) -> None:
@@ -76,6 +78,7 @@ class CommandWait:
         self.until = until
         self.timeout = timeout
         self.deadline = inf if timeout == inf else trio.current_time() + timeout
+        self._each = each
         self._waits = waits
         self._parts = parts
         self._signals: deque[CommandResult] = deque()
@@ -166,7 +169,7 @@ class CommandWait:
         """Take note of `PROCESSED`: the first time counts."""
         if self._is_over or self._processed is not None:
             return
-        if self._last is None:
+        if self._each and self._last is None:
             self._signal(evolve(result, stage=Stage.SENT, version=None, error=None, value=None))
         self._processed = result
         self._signal(result)
@@ -210,8 +213,11 @@ class CommandWait:
             self._signal(evolve(self._processed, stage=stage, error=error))
 
     def _signal(self, result: CommandResult) -> None:
+        if self._ended:
+            return
         self._last = result
-        self._signals.append(result)
+        if self._each:
+            self._signals.append(result)
         if result.stage is self.until:
             self._ended = True
         self._wake()
@@ -244,20 +250,23 @@ class CommandResults:
         """Whether anybody here tells that a command has reached a stage."""
         return stage in (Stage.SENT, Stage.PROCESSED) or stage in self._parts
 
-    def expecting(self, command_id: str, until: Stage = Stage.PROCESSED, timeout: float = inf) -> CommandWait:
+    def expecting(
+        self, command_id: str, until: Stage = Stage.PROCESSED, timeout: float = inf, *, each: bool = False
+    ) -> CommandWait:
         """Expect the signals of a command that is about to be sent: enter what this returns, then send.
 
         Args:
             command_id: the message's ID.
             until: the last stage.
             timeout: seconds from now on for all of them together.
+            each: whether it is iterated, rather than only the last signal waited for.
 
         Raises:
             ValueError: that command is waited for already.
         """
         if command_id in self._waits:
             raise ValueError(f"command {command_id} is waited for already; send another message with its request ID")
-        return CommandWait(command_id, until, timeout, self._waits, self._parts)
+        return CommandWait(command_id, until, timeout, each, self._waits, self._parts)
 
     def sent(self, result: CommandResult, /) -> None:
         """Take note of a result of stage `SENT`. Never raises."""

@@ -64,6 +64,11 @@ class Domain:
         problems += types.problems
         if problems:
             raise ConfigurationError(problems)
+        # By command, its fields that have validators.
+        self._validated = {
+            command: tuple(each for each in attrs.fields(command) if each.validator is not None)
+            for command in self._by_command
+        }
         self.serializer = Serializer(types, upgraders=upgraders, converter=converter)
 
     def model_of(self, aggregate_id: AggregateId) -> AggregateModel:
@@ -120,19 +125,20 @@ class Domain:
             raise UnroutableCommandError(
                 type(command), f"{command.context}.{command.aggregate}" if names_aggregate else None
             )
-        _check(command)
+        _check(command, self._validated.get(type(command), ()))
         aggregate_id = model.aggregate_id(command.id, tenant)
         body = self.serializer.copy(command)
         make = CommandMessage if request_id is None else partial(CommandMessage, request_id=request_id)
         return make(aggregate_id=aggregate_id, body=body, headers=headers or {}, expected_version=expected_version)
 
 
-def _check(command: Any) -> None:
+def _check(command: Any, validated: Iterable[Any]) -> None:
     """Refuse a command that is not valid in itself."""
     cls = type(command)
     validate = getattr(cls, "validate", None)
     try:
-        attrs.validate(command)
+        for field in validated:
+            field.validator(command, field, getattr(command, field.name))
         said = validate(command) if callable(validate) else None  # else it is a field
     except Exception as error:
         raise InvalidCommandError(cls, printable(error)) from error

@@ -63,15 +63,16 @@ class LoadedAggregate:
             self.model.apply(self.state, copy)
             self.deleted = self.model.deleted_after(event, self.deleted)
         self.version += 1
-        return DomainEventStream(
+        stream = DomainEventStream(
             aggregate_id=self.id,
             version=self.version,
             events=events,
             command_id=command.id,
             request_id=command.request_id,
             headers=command.headers,
-            _written=tuple(written),
         )
+        self.serializer.keep_written(stream, written)
+        return stream
 
     def source(self, streams: Sequence[DomainEventStream]) -> None:
         """Apply what has happened, in order.

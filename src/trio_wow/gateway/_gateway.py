@@ -173,7 +173,7 @@ class CommandGateway:
         """
         self._check_wait(until, timeout)
         message = self._message(command, request_id, tenant, headers, expected_version)
-        with self.results.expecting(message.id, until, timeout) as wait:
+        with self.results.expecting(message.id, until, timeout, each=True) as wait:
             with trio.move_on_at(wait.deadline) as sending:
                 wait.sent(await self._send(message))
             if sending.cancelled_caught:

@@ -40,6 +40,8 @@ def checked_headers(headers: Mapping[str, str]) -> dict[str, str]:
     Raises:
         SerializationError: they are no mapping, or one is no text or holds a lone surrogate.
     """
+    if type(headers) is dict and not headers:
+        return {}
     if not isinstance(headers, Mapping):
         raise SerializationError(f"headers are a mapping of text to text, not {headers!r}")
     copy = dict(headers)
@@ -103,7 +105,8 @@ class CommandMessage:
 
     def __attrs_post_init__(self) -> None:
         check_identifier("command ID", self.id)
-        check_identifier("request ID", self.request_id)
+        if self.request_id is not self.id:
+            check_identifier("request ID", self.request_id)
         version = self.expected_version
         if version is not None and (type(version) is not int or not 0 <= version < 2**63):
             raise ValueError(f"expected_version must be an int from 0 to 2**63-1, or None, not {version!r}")
@@ -144,8 +147,8 @@ class DomainEventStream:
     id: str = field(factory=_new_id)
     headers: dict[str, str] = field(factory=dict, converter=checked_headers)
     created_at: datetime = field(factory=_now)
-    # The JSON of the events, where they are written already. Not for others than the serializer.
-    _written: tuple[bytes, ...] | None = field(default=None, eq=False, repr=False, alias="_written")
+    # The JSON of the events, where it is known; the serializer's. One that is made from this one has its own events.
+    _written: tuple[bytes, ...] | None = field(default=None, eq=False, repr=False, init=False)
 
     def __attrs_post_init__(self) -> None:
         check_identifier("stream ID", self.id)

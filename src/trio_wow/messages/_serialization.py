@@ -79,6 +79,10 @@ class Serializer:
         self._types.of(body)
         return self._written(body)
 
+    def keep_written(self, stream: DomainEventStream, written: Iterable[bytes]) -> None:
+        """Keep with a stream what `written` has returned for its events, so that `dump_stream` need not write them."""
+        object.__setattr__(stream, "_written", tuple(written))
+
     def plain(self, value: object) -> object:
         """Return a value as plain JSON data: dicts, lists, texts, numbers, booleans, `None`. It shares nothing.
 
