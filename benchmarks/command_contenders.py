@@ -6,15 +6,17 @@ refusal. Everything is in memory. At the end a contender gives the balances as i
 it keeps instead.
 
 The packages know one caller at a time, so senders mean something to trio-wow and to the floors only. What differs:
-`eventsourcing` and `python-event-sourcery` publish nothing and have no commands, only methods; `protean` has commands
-and a handler. At its fastest `eventsourcing` takes aggregates from a cache, uncopied and without a look at what others
-have stored. The floors have one task and one mailbox for each account, keep its state for ever, and know neither
-requests, tenants, retries, publication, nor an end.
+`eventsourcing` and `python-event-sourcery` publish nothing and have no commands, only methods. At its fastest
+`eventsourcing` takes aggregates from a cache, uncopied and without a look at what others have stored. `protean` has
+commands and a handler; each of its commands reads its whole store, so it is asked for few. The floors have one task and
+one mailbox for each account, keep its state for ever, and know neither requests, tenants, retries, publication, nor an
+end.
 """
 
 import logging
 import math
 import os
+import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from itertools import count
@@ -23,6 +25,7 @@ from uuid import UUID, uuid5
 
 import orjson
 import trio
+import trio.testing
 from attrs import define, field, frozen
 
 from trio_wow import App, CommandRejectedError, Reply, aggregate, on_command, on_sourcing
@@ -93,6 +96,16 @@ class CommandContender:
     concurrent: bool
     """Whether several senders can wait at once."""
     installed: bool = True
+    most_accounts: int = sys.maxsize
+    most_commands: int = sys.maxsize
+
+    def able(self, load: Load) -> Load:
+        """Return as much of a load as it can be asked for."""
+        return Load(
+            min(load.accounts, self.most_accounts),
+            min(load.commands, self.most_commands),
+            load.senders if self.concurrent else 1,
+        )
 
     @property
     def about(self) -> str:
@@ -278,6 +291,7 @@ async def _floor(load: Load, *, json: bool) -> Outcome:
         for name, account in accounts.items():
             mailboxes[name], receive = trio.open_memory_channel[tuple[Any, _Reply]](math.inf)
             nursery.start_soon(mailbox, account, receive)
+        await trio.testing.wait_all_tasks_blocked()
         seconds = await _send_all(load, send)
         try:
             await send(load.names[0], FUNDS + 1)
@@ -516,6 +530,8 @@ COMMAND_CONTENDERS = (
     CommandContender("floor", trio_floor, concurrent=True),
     CommandContender("eventsourcing", eventsourcing_defaults, concurrent=False, installed=HAS_EVENTSOURCING),
     CommandContender("eventsourcing-fastest", eventsourcing_fastest, concurrent=False, installed=HAS_EVENTSOURCING),
-    CommandContender("protean", protean_domain, concurrent=False, installed=HAS_PROTEAN),
+    CommandContender(
+        "protean", protean_domain, concurrent=False, installed=HAS_PROTEAN, most_accounts=20, most_commands=40
+    ),
     CommandContender("event-sourcery", event_sourcery, concurrent=False, installed=HAS_SOURCERY),
 )

@@ -411,7 +411,8 @@ class TestFs21:
             gateway._bus.send_if_subscribed = slow  # type: ignore[method-assign]
             result = await gateway.send_and_wait(Step("a"), until=Stage.PROJECTED)
             got = await follow(gateway, Step("a"), Stage.PROJECTED)
-        assert result.stage is Stage.PROJECTED
+            sent = await gateway.send_and_wait(Step("a"), until=Stage.SENT)
+        assert (result.stage, sent.stage, sent.version) == (Stage.PROJECTED, Stage.SENT, None)
         assert [each.stage for each in got] == [Stage.SENT, Stage.PROCESSED, Stage.PROJECTED]
 
     async def test_fs21_a_late_signal_is_dropped_and_completes_no_other_wait(self, autojump_clock: MockClock) -> None:

@@ -169,7 +169,7 @@ class CommandWait:
         """Take note of `PROCESSED`: the first time counts."""
         if self._is_over or self._processed is not None:
             return
-        if self._each and self._last is None:
+        if self._last is None and (self._each or self.until is Stage.SENT):
             self._signal(evolve(result, stage=Stage.SENT, version=None, error=None, value=None))
         self._processed = result
         self._signal(result)
