@@ -418,17 +418,17 @@ def _protean(load: Load) -> Outcome:
             account.raise_(opened(name=name, funds=funds))
             return account
 
-        def withdraw(self, amount: int) -> None:
+        def withdraw(self: Any, amount: int) -> None:
             if amount > self.balance:
                 raise OverdrawnError
-            self.raise_(withdrawn(name=self.name, amount=amount))  # type: ignore[attr-defined]
+            self.raise_(withdrawn(name=self.name, amount=amount))
 
         @protean.apply
-        def on_opened(self, event: opened) -> None:  # type: ignore[valid-type]
+        def on_opened(self, event: opened) -> None:  # type: ignore[valid-type,unused-ignore]
             self.name, self.balance = event.name, event.funds
 
         @protean.apply
-        def on_withdrawn(self, event: withdrawn) -> None:  # type: ignore[valid-type]
+        def on_withdrawn(self, event: withdrawn) -> None:  # type: ignore[valid-type,unused-ignore]
             self.balance -= event.amount
 
     class Withdraw:

@@ -8,7 +8,7 @@ How it measures: the contenders take turns, round by round, in one process, so t
 all of them. Opening the accounts is not timed. After each run the balances are compared with what was withdrawn, and
 one withdrawal too much must have been refused, or the program ends with status 1. `gc.collect()` comes before each run
 and the collector stays on. Shown are the median, the least and the most of all rounds in commands a second, and the
-throughput relative to the floor with JSON and to `eventsourcing` at its defaults, each with as many senders as it takes.
+throughput relative to the floor with JSON and as many senders, and to `eventsourcing` at its defaults.
 
 Run it with `--quick` to see that it works. The packages come with the extra `bench`; one that is not there is reported
 as missing.
@@ -32,7 +32,7 @@ FLOOR, DEFAULTS = "floor-json", "eventsourcing"
 ACCOUNTS = (1, 1_000)
 SENDERS = (1, 32, 256)
 ROUNDS, QUICK_ROUNDS = 5, 1
-COMMANDS, QUICK_COMMANDS = 10_000, 500
+COMMANDS, QUICK_COMMANDS = 20_000, 500
 MOST_ON_ONE = 500
 """Commands on one account: half of the contenders replay all that came before for each."""
 

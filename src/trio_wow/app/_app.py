@@ -65,6 +65,8 @@ class App:
         failures: is told of what has failed for good: functions of processors, and publications; by default a
             `LoggingFailureRecorder`. Give it the store, if that is a `FailureStore`, to let what is recorded pass.
         max_hops: how many of sagas' commands may follow one another; a positive int.
+        cached: of how many aggregates the last state is kept in memory for their next commands; see
+            `AggregateRepository`.
         settings: of its runtimes; `None` for what `load_settings` finds in the environment and in a file when the first
             runtime is made. `trio-wow run` reads neither where they are given: only its options go before them.
 
@@ -81,6 +83,7 @@ class App:
     Raises:
         ConfigurationError: aggregates or processors do not fit together.
         TypeError: one of them is none.
+        ValueError: a number is out of its range.
     """
 
     def __init__(
@@ -96,6 +99,7 @@ class App:
         event_retry: Retry | None = None,
         failures: FailureRecorder | None = None,
         max_hops: int = 32,
+        cached: int = 1_024,
         settings: Settings | None = None,
     ) -> None:
         self.has_own_settings = settings is not None
@@ -103,7 +107,7 @@ class App:
         self.domain = aggregates if isinstance(aggregates, Domain) else Domain(aggregates)
         self.store = store if store is not None else InMemoryEventStore(self.domain.serializer)
         snapshots = self.store if isinstance(self.store, SnapshotStore) else InMemorySnapshotStore()
-        self.repository = AggregateRepository(self.domain, self.store, snapshots)
+        self.repository = AggregateRepository(self.domain, self.store, snapshots, cached=cached)
         self._commands = InMemoryCommandBus()
         self._events = InMemoryDomainEventBus()
         self._state_events = InMemoryStateEventBus()
