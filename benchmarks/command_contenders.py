@@ -418,10 +418,11 @@ def _protean(load: Load) -> Outcome:
             account.raise_(opened(name=name, funds=funds))
             return account
 
-        def withdraw(self: Any, amount: int) -> None:
-            if amount > self.balance:
+        def withdraw(self, amount: int) -> None:
+            account: Any = self  # what protean makes of it
+            if amount > account.balance:
                 raise OverdrawnError
-            self.raise_(withdrawn(name=self.name, amount=amount))
+            account.raise_(withdrawn(name=account.name, amount=amount))
 
         @protean.apply
         def on_opened(self, event: opened) -> None:  # type: ignore[valid-type,unused-ignore]
