@@ -700,9 +700,8 @@ class WaitAbandonedError(WowError):
 
     def __init__(self, command_id: str, reached: str | None = None) -> None:
         super().__init__(
-            f"the runtime stopped while command {command_id} was waited for"
-            + ("" if reached in (None, "SENT") else f"; it has reached {reached}")
-            + "; send it again with its request ID"
+            f"the runtime stopped while command {command_id} was waited for; "
+            + ("send it again with its request ID" if reached in (None, "SENT") else f"it stands: it reached {reached}")
         )
         self.command_id = command_id
         self.reached = reached
