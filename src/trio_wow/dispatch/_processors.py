@@ -385,6 +385,7 @@ class ProcessorDispatcher(MessageDispatcher[M]):
                     if not outcome.settles:
                         return outcome
                 last, count = streams[-1].version, min(2 * count, PAGE)
+                await trio.lowlevel.checkpoint()  # a store in memory does not give way, and there may be many
         except Exception:
             _log.exception(
                 "what %s has missed of %s before version %s cannot be read", processor.name, aggregate_id, version
