@@ -1,5 +1,6 @@
 """States that a repository keeps between commands: always the caller's own copy, never behind the store."""
 
+from datetime import datetime
 from threading import Lock
 from typing import Any
 
@@ -11,6 +12,7 @@ from trio_wow import App, aggregate, on_command, on_sourcing
 from trio_wow.domain import Domain
 from trio_wow.errors import TenantMismatchError
 from trio_wow.eventsourcing import AggregateRepository, InMemoryEventStore
+from trio_wow.eventsourcing._repository import _copied
 from trio_wow.messages import AggregateId, CommandMessage, DomainEventStream
 
 
@@ -205,3 +207,65 @@ async def test_a_function_that_asks_the_store_again_and_again_lets_others_run() 
             nursery.start_soon(let_go)
             with trio.fail_after(60):
                 assert (await gateway.send_and_wait(Add("a", "t"))).error is None
+
+
+@define
+class Flat:
+    id: str
+    amount: int | None = None
+    when: datetime = datetime(2026, 1, 1)
+
+
+@define(slots=False)
+class WithDict:
+    id: str
+    amount: int = 0
+
+
+@frozen
+class Frozen:
+    id: str
+
+
+@define
+class Inherited(Flat):
+    more: bool = True
+
+
+@define
+class Nested:
+    id: str
+    inner: Flat
+    texts: list[str]
+
+
+class Setting:
+    """Is told when it is restored."""
+
+    def __init__(self) -> None:
+        self.id = "a"
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, restored=True)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [Flat("a", 5), WithDict("a", 5), Frozen("a"), Inherited("a", 1), Nested("a", Flat("b"), ["c"])],
+    ids=lambda state: type(state).__name__,
+)
+def test_a_copy_is_equal_and_shares_nothing_that_changes(state: Any) -> None:
+    copy = _copied(state)
+    assert copy == state
+    assert type(copy) is type(state)
+    assert copy is not state
+    if isinstance(state, Nested):
+        assert copy.inner is not state.inner
+        assert copy.texts is not state.texts
+    if isinstance(state, WithDict):
+        copy.amount = 6
+        assert state.amount == 5
+
+
+def test_a_class_that_copies_in_its_own_way_is_let() -> None:
+    assert _copied(Setting()).restored

@@ -4,7 +4,12 @@ import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 from copy import deepcopy
+from datetime import date, datetime, timedelta
+from decimal import Decimal
+from functools import cache
+from types import NoneType
 from typing import Any
+from uuid import UUID
 
 from attrs import define
 
@@ -16,6 +21,33 @@ from trio_wow.messages import AggregateId, CommandMessage, DomainEventStream, Se
 __all__ = ["AggregateRepository", "LoadedAggregate"]
 
 _log = logging.getLogger("trio_wow.eventsourcing")
+
+
+_ATOMS = frozenset({bool, bytes, date, datetime, Decimal, float, int, NoneType, str, timedelta, UUID})
+"""What two states may share."""
+
+
+@cache
+def _is_plain(cls: Any) -> bool:
+    """Whether the attributes of an instance are all that there is to copy."""
+    ways = ("__deepcopy__", "__copy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__new__")
+    own = (getattr(cls, way, None) for way in ways if getattr(cls, way, None) is not getattr(object, way, None))
+    return all(getattr(way, "__name__", "").startswith("slots_") for way in own)  # those that attrs has made
+
+
+def _copied(state: Any) -> Any:
+    """Return a deep copy. Most states are flat, which takes a tenth of the time."""
+    cls: Any = type(state)
+    if _is_plain(cls):
+        held = object.__getstate__(state)
+        own, slots = held if isinstance(held, tuple) else (held, None)
+        values = {**(own or {}), **(slots or {})}
+        if all(type(value) in _ATOMS for value in values.values()):
+            copy = object.__new__(cls)
+            for name, value in values.items():
+                object.__setattr__(copy, name, value)
+            return copy
+    return deepcopy(state)
 
 
 @define
@@ -44,7 +76,7 @@ class LoadedAggregate:
         Raises:
             Exception: the state cannot be copied.
         """
-        return LoadedAggregate(self.id, self.model, deepcopy(self.state), self.version, self.serializer, self.deleted)
+        return LoadedAggregate(self.id, self.model, _copied(self.state), self.version, self.serializer, self.deleted)
 
     def advance(self, command: CommandMessage, events: tuple[object, ...]) -> DomainEventStream:
         """Apply what was decided, and return it as the aggregate's next stream.
