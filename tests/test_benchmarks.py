@@ -197,3 +197,81 @@ def test_a_contender_that_overlaps_the_items_of_a_key_is_found() -> None:
 
     with pytest.raises(WrongResultError, match="beside another item of its key"):
         verify(Contender("wrong", runs_all_at_once, "none"), Load(ITEMS, itemgetter(0), waits, awaits=True))
+
+
+# The packages stay out of this process: protean warns of whoever looks at its objects.
+PACKAGES = ("eventsourcing", "eventsourcing-fastest", "protean", "event-sourcery")
+CONCURRENT = ("trio-wow", "floor-json", "floor")
+FEW = ("--commands", "6", "--rounds", "1", "--accounts", "1", "3", "--senders", "1", "2")
+
+
+def command_path(*arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    environment = dict(os.environ) if path is None else {**os.environ, "PYTHONPATH": str(path)}
+    program = [sys.executable, str(BENCHMARKS / "command_path.py"), *arguments]
+    return subprocess.run(program, capture_output=True, text=True, timeout=100, env=environment)
+
+
+def test_the_command_path_shows_every_contender_and_writes_what_it_measured(tmp_path: Path) -> None:
+    done = command_path(*FEW, "--json", str(tmp_path / "report.json"))
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["commands"], report["machine"].keys() >= {"cores", "python", "trio"}) == (6, True)
+    assert [(rate["accounts"], rate["contender"], rate["load"]["senders"]) for rate in report["rates"]] == [
+        (accounts, name, senders)
+        for accounts in (1, 3)
+        for name in (*CONCURRENT, *PACKAGES)
+        if name not in report["missing"]
+        for senders in ((1, 2) if name in CONCURRENT else (1,))
+    ]
+    for name in (*CONCURRENT, *PACKAGES):
+        assert f"  {name} " in done.stdout
+
+
+def test_the_command_path_reports_packages_that_are_not_there(tmp_path: Path) -> None:
+    for package in ("eventsourcing", "protean", "event_sourcery"):
+        (tmp_path / f"{package}.py").write_text("raise ImportError('blocked by a test')")
+    done = command_path(*FEW, "--json", str(tmp_path / "report.json"), path=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["missing"] == [*PACKAGES]
+    assert {rate["contender"] for rate in report["rates"]} == {*CONCURRENT}
+    assert all(rate["of_floor"] > 0 and rate["of_defaults"] is None for rate in report["rates"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--commands", "0"), "argument --commands: must be at least 1, not 0"),
+        (("--contender", "nobody"), "argument --contender: invalid choice: 'nobody'"),
+        (("--json", "/nowhere/report.json"), "--json /nowhere/report.json is in no folder that exists"),
+    ],
+)
+def test_a_wrong_argument_of_the_command_path_is_refused(arguments: tuple[str, ...], said: str) -> None:
+    done = command_path(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("balances", "refused", "said"),
+    [
+        ([999_997, 999_997], True, ""),
+        ([999_997, 999_998], True, "wrong has other balances than the commands lead to"),
+        ([999_997, 999_997], False, "wrong has overdrawn an account"),
+    ],
+)
+def test_a_contender_that_loses_a_command_or_overdraws_is_found(balances: list[int], refused: bool, said: str) -> None:
+    code = f"""
+import command_path
+from command_contenders import CommandContender, Outcome
+
+def wrong(load):
+    "Wrong."
+    return Outcome(1.0, {balances}, refused={refused})
+
+command_path.COMMAND_CONTENDERS = [CommandContender("wrong", wrong, concurrent=False)]
+raise SystemExit(command_path.main(["--commands", "6", "--accounts", "2"]))
+"""
+    program = [sys.executable, "-c", code]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=100, cwd=BENCHMARKS)
+    assert (done.returncode, done.stderr.strip()) == (1 if said else 0, said)

@@ -288,7 +288,7 @@ class TestCommands:
                 await super().send(message)
 
         class Results(CommandResults):
-            def processed(self, result: object, /) -> None:
+            def processed(self, result: object, stored: object = None, /) -> None:
                 log.append("processed")
 
         domain = Domain([Chain])

@@ -402,7 +402,8 @@ class TestFs18Snapshots:
                     (await gateway.send_and_wait(test_snapshots.Add("a", amount))).raise_for_error()
             with closing(sqlite3.connect(path)) as connection, connection:
                 connection.execute(harm)
-            async with app.serving(app.runtime(signals=False, shutdown_quiet_period=0)) as gateway:
+            again = App(domain, store=store)  # which keeps no state of the aggregate yet
+            async with again.serving(again.runtime(signals=False, shutdown_quiet_period=0)) as gateway:
                 result = await gateway.send_and_wait(test_snapshots.Add("a", 6))
             assert (result.version, result.error) == (6, None)
         assert rows(path, "SELECT version FROM wow_streams ORDER BY position") == [(n,) for n in range(1, 7)]

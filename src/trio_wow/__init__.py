@@ -19,6 +19,7 @@ from trio_wow.domain import AggregateRecovered as AggregateRecovered
 from trio_wow.domain import DeleteAggregate as DeleteAggregate
 from trio_wow.domain import Domain as Domain
 from trio_wow.domain import RecoverAggregate as RecoverAggregate
+from trio_wow.domain import Reply as Reply
 from trio_wow.domain import aggregate as aggregate
 from trio_wow.domain import event_processor as event_processor
 from trio_wow.domain import on_command as on_command
@@ -62,6 +63,7 @@ __all__ = [
     "KeyedExecutor",
     "ProjectionDispatcher",
     "RecoverAggregate",
+    "Reply",
     "Runtime",
     "SagaDispatcher",
     "Settings",

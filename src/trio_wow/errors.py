@@ -26,6 +26,7 @@ __all__ = [
     "HandlerExitError",
     "HandlerInterruptedError",
     "HopLimitError",
+    "InvalidCommandError",
     "InvalidIdentifierError",
     "NoSubscriberError",
     "RuntimeStateError",
@@ -34,6 +35,7 @@ __all__ = [
     "SerializationError",
     "SettingsError",
     "ShutdownDeadlineError",
+    "StageUnavailableError",
     "StoreError",
     "StoreFormatError",
     "StoreFullError",
@@ -633,27 +635,72 @@ class UnsourcedEventError(WowError):
         self.event_type = event_type
 
 
+class InvalidCommandError(WowError, ValueError):
+    """A command is not valid in itself, whatever its aggregate's state: it was not sent. Mend the command.
+
+    What its `validate()` method, or a validator of one of its fields, raised is the `__cause__`.
+
+    Attributes:
+        command_type: the command's class.
+        reason: the text of what was raised.
+    """
+
+    def __init__(self, command_type: type, reason: str) -> None:
+        super().__init__(f"{command_type.__name__} is not valid: {reason}")
+        self.command_type = command_type
+        self.reason = reason
+
+
 class CommandRejectedError(WowError):
     """Raise it (or a subclass) in a command function to refuse a command by a rule of the domain.
 
     It ends as the command's result and is never logged as a fault.
+
+    Args:
+        args: as for any exception: the text for the sender.
+        code: the domain's own name for the rule, which the result's error has as its `code`. A subclass may have it as
+            a class attribute instead. Without one the code is the name of the class.
     """
+
+    code: str | None = None
+
+    def __init__(self, *args: object, code: str | None = None) -> None:
+        super().__init__(*args)
+        if code is not None:
+            self.code = code
 
 
 class CommandFailedError(WowError):
     """A command's result is an error; raised by `CommandResult.raise_for_error`.
 
     Attributes:
-        code: the error's code, by default the name of the class that was raised.
+        code: the error's code.
         text: the error's text.
         retryable: whether nothing was decided, so that the same command may still succeed.
+        stage: the stage at which it failed. After `PROCESSED` the command itself stands: do not send it again.
     """
 
-    def __init__(self, code: str, text: str, *, retryable: bool = False) -> None:
-        super().__init__(f"{code}: {text}")
+    def __init__(self, code: str, text: str, *, retryable: bool = False, stage: str = "PROCESSED") -> None:
+        super().__init__(f"{code}: {text}" + ("" if stage == "PROCESSED" else f" (at {stage}; the command stands)"))
         self.code = code
         self.text = text
         self.retryable = retryable
+        self.stage = stage
+
+
+class StageUnavailableError(WowError):
+    """A wait is for a stage of which nobody in this process can tell. The command was not sent.
+
+    Attributes:
+        until: the stage.
+    """
+
+    def __init__(self, until: str) -> None:
+        super().__init__(
+            f"nobody in this process tells when a command has reached {until}: it has no dispatcher for that; "
+            "wait for PROCESSED, or add what is to handle events"
+        )
+        self.until = until
 
 
 class WaitTimeoutError(WowError):
@@ -663,13 +710,18 @@ class WaitTimeoutError(WowError):
         command_id: the command that was waited for.
         until: the stage waited for.
         timeout: seconds.
+        reached: the last stage that was reached; `None` when it was not sent.
     """
 
-    def __init__(self, command_id: str, until: str, timeout: float) -> None:
-        super().__init__(f"command {command_id} did not reach {until} within {timeout} s; it may still be handled")
+    def __init__(self, command_id: str, until: str, timeout: float, reached: str | None = None) -> None:
+        far = "was not sent" if reached is None else "may still be handled"
+        if reached not in (None, "SENT"):
+            far = f"has reached {reached}"
+        super().__init__(f"command {command_id} did not reach {until} within {timeout} s; it {far}")
         self.command_id = command_id
         self.until = until
         self.timeout = timeout
+        self.reached = reached
 
 
 class AsyncioCallCancelledError(WowError):
@@ -687,14 +739,17 @@ class AsyncioCallCancelledError(WowError):
 
 
 class WaitAbandonedError(WowError):
-    """The runtime stopped before the wanted stage was reported. The command's outcome is not known here.
+    """The runtime stopped before the wanted stage was reported. What became of the command after `reached` is unknown.
 
     Attributes:
         command_id: the command that was waited for.
+        reached: the last stage that was reached; `None` when it was not even sent.
     """
 
-    def __init__(self, command_id: str) -> None:
+    def __init__(self, command_id: str, reached: str | None = None) -> None:
         super().__init__(
-            f"the runtime stopped while command {command_id} was waited for; send it again with its request ID"
+            f"the runtime stopped while command {command_id} was waited for; "
+            + ("send it again with its request ID" if reached in (None, "SENT") else f"it stands: it reached {reached}")
         )
         self.command_id = command_id
+        self.reached = reached

@@ -81,6 +81,8 @@ class App:
         max_hops: how many of sagas' commands may follow one another; a positive int.
         distributed: buses to its other nodes, each of which makes the bus of its kind a local-first one. A saga's event
             is then finished when the bus has its commands. They are the caller's, and outlive the runtimes.
+        cached: of how many aggregates the last state is kept in memory for their next commands; see
+            `AggregateRepository`.
         settings: of its runtimes; `None` for what `load_settings` finds in the environment and in a file when the first
             runtime is made. `trio-wow run` reads neither where they are given: only its options go before them.
 
@@ -97,6 +99,7 @@ class App:
     Raises:
         ConfigurationError: aggregates or processors do not fit together.
         TypeError: one of them is none.
+        ValueError: a number is out of its range.
     """
 
     def __init__(
@@ -114,6 +117,7 @@ class App:
         scheduling: GroupedScheduling | None = None,
         max_hops: int = 32,
         distributed: DistributedBuses | None = None,
+        cached: int = 1_024,
         settings: Settings | None = None,
     ) -> None:
         self.has_own_settings = settings is not None
@@ -121,7 +125,7 @@ class App:
         self.domain = aggregates if isinstance(aggregates, Domain) else Domain(aggregates)
         self.store = store if store is not None else InMemoryEventStore(self.domain.serializer)
         snapshots = self.store if isinstance(self.store, SnapshotStore) else InMemorySnapshotStore()
-        self.repository = AggregateRepository(self.domain, self.store, snapshots)
+        self.repository = AggregateRepository(self.domain, self.store, snapshots, cached=cached)
         self._distributed = distributed if distributed is not None else DistributedBuses()
         self._commands, self._events, self._state_events = _buses(self._distributed)
         self._results = CommandResults()
@@ -270,6 +274,7 @@ class App:
             "failures": self.failures,
             "retries": self._retries,
             "scheduling": self._scheduling,
+            "signals": self._results,
         }
         if ProcessorKind.EVENT in kinds:
             components.append(EventDispatcher(registry, events, **options))
@@ -288,6 +293,7 @@ class App:
                     self.repository,
                     filters=FilterChain(self.filters),
                     scheduling=self._scheduling,
+                    signals=self._results,
                 )
             )
         components.append(self.gateway)

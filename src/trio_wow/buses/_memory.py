@@ -10,6 +10,7 @@ import trio
 from trio_wow.buses._bus import MessageExchange, Subscription
 from trio_wow.errors import AdmissionClosedError, RuntimeStateError
 from trio_wow.messages import AggregateId, CommandMessage, DomainEventStream, StateEvent
+from trio_wow.runtime import checkpoint_in_turn
 
 __all__ = ["InMemoryCommandBus", "InMemoryDomainEventBus", "InMemoryStateEventBus"]
 
@@ -218,6 +219,9 @@ class _Topic(Generic[R]):
                 raise AdmissionClosedError(str(targets[0]))
             self._hand_over(message, targets)
             return True
+        if not self.waiting and admission.intake_is_open and all(target.has_room for target in targets):
+            self._hand_over(message, targets)
+            return True
         return bool(await self._send_from_outside(_WaitingSend(message, None)))
 
     async def admit(self, message: R) -> Sequence[InMemoryReceiver[R]]:
@@ -332,7 +336,7 @@ class InMemoryMessageBus(Generic[R]):
 
     async def send_if_subscribed(self, message: R) -> bool:
         """See `MessageBus.send_if_subscribed`."""
-        await trio.lowlevel.checkpoint()
+        await checkpoint_in_turn()
         topic = self._topics.get(message.aggregate_id.context)
         return topic is not None and await topic.send(message)
 

@@ -21,6 +21,7 @@ from trio_wow.dispatch._progress import CatchUp as CatchUp
 from trio_wow.dispatch._registry import FunctionRegistry as FunctionRegistry
 from trio_wow.dispatch._results import CommandResults as CommandResults
 from trio_wow.dispatch._results import CommandWait as CommandWait
+from trio_wow.dispatch._results import StagePart as StagePart
 from trio_wow.dispatch._scheduling import GroupedScheduling as GroupedScheduling
 from trio_wow.dispatch._snapshot import SnapshotDispatcher as SnapshotDispatcher
 from trio_wow.dispatch._waits import waits_for as waits_for
@@ -47,6 +48,7 @@ __all__ = [
     "SagaDispatcher",
     "SnapshotDispatcher",
     "StageNotifier",
+    "StagePart",
     "conflict_retry",
     "is_retryable",
     "waits_for",

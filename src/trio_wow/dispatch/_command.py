@@ -16,7 +16,7 @@ from trio_wow.dispatch._registry import FunctionRegistry
 from trio_wow.dispatch._results import CommandResults
 from trio_wow.dispatch._scheduling import GroupedScheduling
 from trio_wow.dispatch._waits import handles
-from trio_wow.domain import CommandFunction, Domain
+from trio_wow.domain import CommandFunction, Domain, Reply
 from trio_wow.errors import (
     AdmissionClosedError,
     AggregateDeletedError,
@@ -53,10 +53,10 @@ class _Deciding(Handling):
     """One command on its way through the function filters.
 
     Attributes:
-        stored: what is stored and is to be published; `None` as long as the command has led to nothing.
+        value: what the command function returned for the caller.
     """
 
-    stored: StateEvent[Any] | None = None
+    value: object = None
 
 
 class CommandDispatcher(MessageDispatcher[CommandMessage]):
@@ -182,6 +182,7 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
         if state is not None and self._state_events is not None:
             await self._publish_state(state, self._state_events)
         handling.outcome = Outcome.HANDLED
+        handling.stored = state
         handling.result = CommandResult(
             command_id=message.id,
             request_id=message.request_id,
@@ -189,8 +190,15 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
             stage=Stage.PROCESSED,
             version=None if stream is None else stream.version,
             error=None if error is None else CommandError.of(error),
+            value=deciding.value if error is None else None,
         )
         return True
+
+    async def stop(self) -> None:
+        """See `RuntimeComponent.stop`. It stops after all that tell of later stages, so nobody need wait any more."""
+        await super().stop()
+        if self._results is not None:
+            self._results.abandon_all()
 
     async def try_again(self, _: FailedExecution, stream: DomainEventStream, /) -> Outcome:
         """See `MessageDispatcher.try_again`. Commands of the aggregate are handled meanwhile."""
@@ -212,12 +220,13 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
         handling.attempts += 1
         deciding = cast("_Deciding", handling)
         message: CommandMessage = handling.message
-        aggregate = await self._repository.load(message.aggregate_id)
+        aggregate = await self._repository.load_to_decide(message.aggregate_id)
         function = aggregate.model.command_function(type(message.body))
         aggregate.model.check_life(message.body, message.aggregate_id, aggregate.version, deleted=aggregate.deleted)
         _check_version(message, aggregate.version)
         decided = await self._call(function, message, aggregate.state, message.body)
         events = aggregate.model.events_of(message.body, decided)
+        deciding.value = aggregate.serializer.plain(decided.value) if isinstance(decided, Reply) else None
         if not events:
             return
         stream = aggregate.advance(message, events)
@@ -229,6 +238,10 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
                 stored = await self._stored(message)
             if stored is None or stored.id != stream.id:
                 raise
+        except VersionConflictError:
+            self._repository.forget(message.aggregate_id)
+            raise
+        self._repository.keep(aggregate)
         deciding.stored = StateEvent(stream, aggregate.state, aggregate.deleted)
 
     async def _tell(self, message: CommandMessage, error: Exception) -> None:

@@ -19,7 +19,7 @@ from trio_wow.dispatch._sender import MAX_HOPS, SagaSender
 from trio_wow.domain import ProcessorKind
 from trio_wow.errors import ConfigurationError
 from trio_wow.eventsourcing import AggregateRepository, FailureRecorder, LoadedAggregate, LoggingFailureRecorder
-from trio_wow.messages import AggregateId, DomainEvent, DomainEventStream, StateEvent
+from trio_wow.messages import AggregateId, DomainEvent, DomainEventStream, Stage, StateEvent
 from trio_wow.runtime import RuntimeContext
 
 __all__ = ["EventDispatcher", "ProcessorOptions", "ProjectionDispatcher", "SagaDispatcher"]
@@ -35,6 +35,12 @@ class _DomainEventChild(ProcessorDispatcher[DomainEventStream]):
         for sequence, body in enumerate(message.events, 1):
             for function in processor.registered.functions.get(type(body), ()):
                 yield Call(function, body, DomainEvent(body, sequence, message), sequence)
+
+    def part_name(self) -> str:
+        return self.name
+
+    def message_after(self, event: StateEvent[Any], /) -> DomainEventStream:
+        return event.stream
 
     async def message_of(self, stream: DomainEventStream, /) -> DomainEventStream:
         return stream
@@ -59,6 +65,12 @@ class _StateEventChild(ProcessorDispatcher[StateEvent[Any]]):
     def calls(self, processor: BoundProcessor, message: StateEvent[Any], /) -> Iterator[Call]:
         for function in processor.registered.functions.get(type(message.state), ()):
             yield Call(function, message.state, message, len(message.stream.events))
+
+    def part_name(self) -> str:
+        return f"{self.name}/state"
+
+    def message_after(self, event: StateEvent[Any], /) -> StateEvent[Any]:
+        return event
 
     async def message_of(self, stream: DomainEventStream, /) -> StateEvent[Any]:
         aggregate_id, version = stream.aggregate_id, stream.version
@@ -93,6 +105,7 @@ class ProcessorOptions(TypedDict, total=False):
     ack_on_unrecorded_failure: bool
     retries: FailureRetries | None
     scheduling: GroupedScheduling | None
+    signals: CommandResults | None
     name: str | None
 
 
@@ -117,10 +130,12 @@ class EventDispatcher:
         retries: tries executions that have failed for good again, when it is told to.
         scheduling: in groups of aggregate IDs; `None` for keyed execution, in a mailbox for each. Both components use
             the same schedulers, and each has its own order.
+        signals: is told when what a command has led to is handled.
         name: the component and its consumer group; by default `default_name`.
     """
 
     kind = ProcessorKind.EVENT
+    stage = Stage.EVENT_HANDLED
     default_name = "event-dispatcher"
 
     def __init__(
@@ -137,6 +152,7 @@ class EventDispatcher:
         ack_on_unrecorded_failure: bool = True,
         retries: FailureRetries | None = None,
         scheduling: GroupedScheduling | None = None,
+        signals: CommandResults | None = None,
         name: str | None = None,
     ) -> None:
         self.name = name if name is not None else self.default_name
@@ -152,6 +168,7 @@ class EventDispatcher:
         self._retries = retries
         self._scheduling = scheduling
         self._groups: Groups | None = None
+        self._signals = signals
         self._sender: SagaSender | None = None
         self._children: list[ProcessorDispatcher[Any]] = []
 
@@ -226,6 +243,8 @@ class EventDispatcher:
             self._failures,
             self._ack_on_unrecorded_failure,
             self._retries,
+            self.stage,
+            self._signals,
         )
         children: list[ProcessorDispatcher[Any]] = []
         if on_events:
@@ -257,6 +276,7 @@ class ProjectionDispatcher(EventDispatcher):
     """An `EventDispatcher` for projections."""
 
     kind = ProcessorKind.PROJECTION
+    stage = Stage.PROJECTED
     default_name = "projection-dispatcher"
 
 
@@ -276,6 +296,7 @@ class SagaDispatcher(EventDispatcher):
     """
 
     kind = ProcessorKind.SAGA
+    stage = Stage.SAGA_HANDLED
     default_name = "saga-dispatcher"
 
     def __init__(

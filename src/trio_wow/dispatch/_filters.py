@@ -13,7 +13,7 @@ from trio_wow.buses import MessageExchange
 from trio_wow.dispatch._results import CommandResults
 from trio_wow.errors import WowError, printable
 from trio_wow.execution import is_async
-from trio_wow.messages import CommandResult
+from trio_wow.messages import CommandResult, StateEvent
 
 __all__ = [
     "Filter",
@@ -65,6 +65,7 @@ class Handling:
         outcome: what has become of the message, when it has been handled, and around the message as a whole.
         acknowledged: whether it has been acknowledged.
         result: of a command that has been handled, around the message as a whole.
+        stored: what that command has led to; `None` when it has led to nothing new.
     """
 
     dispatcher: str
@@ -75,6 +76,7 @@ class Handling:
     outcome: Outcome | None = None
     acknowledged: bool = False
     result: CommandResult | None = None
+    stored: StateEvent[Any] | None = None
 
 
 class Handler(Protocol):
@@ -305,5 +307,5 @@ class StageNotifier:
         """See `FilterChain`."""
         await proceed(handling)
         if handling.acknowledged and handling.result is not None:
-            self._results.processed(handling.result)
+            self._results.processed(handling.result, handling.stored)
         return None

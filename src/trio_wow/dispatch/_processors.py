@@ -19,6 +19,7 @@ from trio_wow.dispatch._failures import FailureRetries, record
 from trio_wow.dispatch._filters import FilterChain, Handling, Outcome
 from trio_wow.dispatch._progress import PAGE, CatchUp, Progress, advance
 from trio_wow.dispatch._registry import BoundFunction, RegisteredProcessor
+from trio_wow.dispatch._results import CommandResults, StagePart
 from trio_wow.dispatch._sender import SagaSender
 from trio_wow.dispatch._store_source import StoreSource
 from trio_wow.errors import FailureNotRetryableError, StoreError
@@ -31,7 +32,7 @@ from trio_wow.eventsourcing import (
     RecordedStream,
 )
 from trio_wow.execution import refuse_awaitable, user_call
-from trio_wow.messages import AggregateId, DomainEvent, DomainEventStream, StateEvent
+from trio_wow.messages import AggregateId, CommandError, DomainEvent, DomainEventStream, Stage, StateEvent
 from trio_wow.runtime import RuntimeContext
 
 __all__ = ["BoundProcessor", "Call", "ProcessorDispatcher", "ProcessorParts"]
@@ -105,6 +106,9 @@ class _Streamed(Protocol):
     @property
     def version(self) -> int: ...
 
+    @property
+    def command_id(self) -> str: ...
+
 
 M = TypeVar("M", bound=_Streamed)
 
@@ -122,6 +126,8 @@ class ProcessorParts:
         failures: is told of what has failed for good.
         ack_on_unrecorded_failure: whether a message is acknowledged although nobody keeps its failure but a log.
         retries: is told which functions can be tried again; `None` where nobody asks for that.
+        stage: what a command has reached when all that it has led to is handled.
+        signals: is told when that is so; `None` where nobody waits for it.
     """
 
     catch_up: CatchUp | None
@@ -132,6 +138,8 @@ class ProcessorParts:
     failures: FailureRecorder
     ack_on_unrecorded_failure: bool
     retries: FailureRetries | None
+    stage: Stage
+    signals: CommandResults | None
 
 
 class ProcessorDispatcher(MessageDispatcher[M]):
@@ -165,6 +173,8 @@ class ProcessorDispatcher(MessageDispatcher[M]):
         self._ack_on_unrecorded_failure = parts.ack_on_unrecorded_failure
         if parts.retries is not None:
             parts.retries.add((f"{name}/{each}" for processor in processors for each in self._names(processor)), self)
+        self._signals = parts.signals
+        self._part = StagePart(parts.stage, self.part_name(), self._concerns)
         self._filtered_call = parts.function_filters.around(self._call)
         self._turns = _Turns()  # not the runtime's: what is tried again may outlive it
         self._store = parts.catch_up.store if parts.catch_up is not None else None
@@ -186,6 +196,14 @@ class ProcessorDispatcher(MessageDispatcher[M]):
     async def message_of(self, stream: DomainEventStream, /) -> M:
         """Return what the bus would have brought for a stored stream."""
 
+    @abstractmethod
+    def part_name(self) -> str:
+        """Tell this dispatcher from the others that one stage waits for."""
+
+    @abstractmethod
+    def message_after(self, event: StateEvent[Any], /) -> M:
+        """Return what the bus will bring for what a command has led to."""
+
     def role(self, call: Call, /) -> str:
         """Name a call among those for one stream: the part of a saga's request IDs that tells them apart."""
         return f"{call.sequence}/{call.function.name}"
@@ -198,6 +216,8 @@ class ProcessorDispatcher(MessageDispatcher[M]):
         """See `RuntimeComponent.prepare`."""
         self._reset()
         await super().prepare(context)
+        if self._signals is not None:
+            self._signals.serve(self._part)
         for each in self._progress:
             await each.restore()
 
@@ -242,7 +262,30 @@ class ProcessorDispatcher(MessageDispatcher[M]):
         finally:
             self._turns.give_back(message.aggregate_id)
         handling.outcome = outcome
+        self._signal(message, outcome)
         return outcome.settles or (outcome is Outcome.FAILURE_UNRECORDED and self._ack_on_unrecorded_failure)
+
+    def unfinished(self, message: M, /) -> None:
+        """See `MessageDispatcher.unfinished`. Whoever waits for it to be handled need not wait any more."""
+        if self._signals is not None:
+            self._signals.lost(self._part, message.command_id)
+
+    def _concerns(self, event: StateEvent[Any]) -> bool:
+        message = self.message_after(event)
+        return any(
+            any(True for _ in self.calls(processor, message))
+            for processor in self._processors
+            if processor.progress is None or processor.progress.wants(message.aggregate_id)
+        )
+
+    def _signal(self, message: M, outcome: Outcome, error: CommandError | None = None) -> None:
+        """Tell who waits for a command that what it has led to is handled, or has failed; the first time counts."""
+        if self._signals is None or outcome is Outcome.UNFINISHED:
+            return
+        if outcome is not Outcome.HANDLED and error is None:
+            text = f"{self.name} has not handled version {message.version} of {message.aggregate_id}: see its log"
+            error = CommandError(outcome.name, text)
+        self._signals.done(self._part, message.command_id, error)
 
     async def try_again(self, failure: FailedExecution, stream: DomainEventStream, /) -> Outcome:
         """See `MessageDispatcher.try_again`. Nothing else of the aggregate is handled here meanwhile."""
@@ -299,6 +342,7 @@ class ProcessorDispatcher(MessageDispatcher[M]):
 
     async def _offer(self, record: RecordedStream) -> None:
         message: M | None = None
+        outcome = Outcome.HANDLED
         for processor in self._processors:
             progress = processor.progress
             if progress is None or not progress.wants(record.aggregate_id) or record.position <= progress.position:
@@ -317,7 +361,9 @@ class ProcessorDispatcher(MessageDispatcher[M]):
                         self.name,
                     )
                     return
-            await self._handle_once(processor, progress, message)
+            outcome = _worse(outcome, await self._handle_once(processor, progress, message))
+        if message is not None:
+            self._signal(message, outcome)
 
     async def _handle_once(self, processor: BoundProcessor, progress: Progress, message: M) -> Outcome:
         """Handle a version unless it is handled, and those before it if they are not."""
@@ -336,6 +382,7 @@ class ProcessorDispatcher(MessageDispatcher[M]):
                     if not outcome.settles:
                         return outcome
                 last, count = streams[-1].version, min(2 * count, PAGE)
+                await trio.lowlevel.checkpoint()  # a store in memory does not give way, and there may be many
         except Exception:
             _log.exception(
                 "what %s has missed of %s before version %s cannot be read", processor.name, aggregate_id, version
@@ -521,7 +568,9 @@ class ProcessorDispatcher(MessageDispatcher[M]):
             sequence=calling.sequence,
             attempts=calling.attempts,
         )
-        return await record(self._failures, failure)
+        outcome = await record(self._failures, failure)
+        self._signal(message, outcome, CommandError.of(error))
+        return outcome
 
     async def _keep_checkpoints(self, store: EventStore) -> None:
         with self._keeping:

@@ -6,6 +6,7 @@ from trio_wow.domain._aggregate import AggregateRecovered as AggregateRecovered
 from trio_wow.domain._aggregate import CommandFunction as CommandFunction
 from trio_wow.domain._aggregate import DeleteAggregate as DeleteAggregate
 from trio_wow.domain._aggregate import RecoverAggregate as RecoverAggregate
+from trio_wow.domain._aggregate import Reply as Reply
 from trio_wow.domain._aggregate import aggregate as aggregate
 from trio_wow.domain._aggregate import aggregate_model as aggregate_model
 from trio_wow.domain._arguments import Arguments as Arguments
@@ -36,6 +37,7 @@ __all__ = [
     "ProcessorKind",
     "ProcessorModel",
     "RecoverAggregate",
+    "Reply",
     "aggregate",
     "aggregate_model",
     "checked_services",

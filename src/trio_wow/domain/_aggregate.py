@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from typing import Any, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import attrs
 from attrs import frozen
@@ -25,11 +25,14 @@ __all__ = [
     "CommandFunction",
     "DeleteAggregate",
     "RecoverAggregate",
+    "Reply",
     "aggregate",
     "aggregate_model",
 ]
 
 C = TypeVar("C", bound=type)
+E_co = TypeVar("E_co", covariant=True)
+V_co = TypeVar("V_co", covariant=True)
 
 
 @message_type("wow.aggregate_deleted")
@@ -84,6 +87,22 @@ class RecoverAggregate(_AnyAggregateCommand):
 
 ANY_AGGREGATE_COMMANDS: tuple[type[_AnyAggregateCommand], ...] = (DeleteAggregate, RecoverAggregate)
 ANY_AGGREGATE_EVENTS: tuple[type, ...] = (AggregateDeleted, AggregateRecovered)
+
+
+@frozen
+class Reply(Generic[E_co, V_co]):
+    """What a command function returns that has something to say to the caller beside the events.
+
+    The caller finds the value in `CommandResult.value`, as plain JSON data: an attrs object comes as a dict. What JSON
+    cannot hold fails the command, and nothing is stored. It is not kept: a duplicate of the request does not get it.
+
+    Attributes:
+        events: as the function would have returned them alone: an event, several in a list or tuple, or `None`.
+        value: for the caller.
+    """
+
+    events: E_co
+    value: V_co
 
 
 @frozen
@@ -200,17 +219,19 @@ class AggregateModel:
         return (*self._decide.values(), *(each for several in self._failed.values() for each in several))
 
     def events_of(self, command: object, decided: object) -> tuple[object, ...]:
-        """Return the events in what a command function returned.
+        """Return the events in what a command function returned, in a `Reply` or not.
 
         Raises:
-            TypeError: it is neither an attrs object, nor a list or tuple of them, nor `None`.
+            TypeError: the events are neither an attrs object, nor a list or tuple of them, nor `None`.
         """
+        if isinstance(decided, Reply):
+            decided = decided.events
         events = tuple(decided) if isinstance(decided, list | tuple) else () if decided is None else (decided,)
         for event in events:
-            if not attrs.has(type(event)):
+            if not attrs.has(type(event)) or isinstance(event, Reply):
                 raise TypeError(
                     f"{self.cls.__name__} answered {type(command).__name__} with {event!r}; "
-                    "return an event (an attrs object), a list or tuple of events, or None"
+                    "return an event (an attrs object), a list or tuple of events, None, or a Reply around one of these"
                 )
         return events
 

@@ -1,13 +1,16 @@
 """One application's domain: its aggregates, where their commands go, and how its messages are written."""
 
 from collections.abc import Iterable, Mapping
+from functools import partial
+from inspect import isawaitable
 from typing import Any
 
-from attrs import evolve
+import attrs
 from cattrs.preconf.orjson import OrjsonConverter
 
 from trio_wow.domain._aggregate import ANY_AGGREGATE_COMMANDS, ANY_AGGREGATE_EVENTS, AggregateModel, aggregate_model
-from trio_wow.errors import ConfigurationError, UnroutableCommandError
+from trio_wow.errors import ConfigurationError, InvalidCommandError, UnroutableCommandError, printable
+from trio_wow.execution import refuse_awaitable
 from trio_wow.messages import DEFAULT_TENANT, AggregateId, CommandMessage, EventUpgrader, MessageTypes, Serializer
 
 __all__ = ["Domain"]
@@ -61,6 +64,11 @@ class Domain:
         problems += types.problems
         if problems:
             raise ConfigurationError(problems)
+        # By command, its fields that have validators.
+        self._validated = {
+            command: tuple(each for each in attrs.fields(command) if each.validator is not None)
+            for command in self._by_command
+        }
         self.serializer = Serializer(types, upgraders=upgraders, converter=converter)
 
     def model_of(self, aggregate_id: AggregateId) -> AggregateModel:
@@ -103,6 +111,7 @@ class Domain:
 
         Raises:
             UnroutableCommandError: no aggregate handles its class, or the aggregate that it names is not registered.
+            InvalidCommandError: a validator of one of its fields, or its own `validate()`, refuses it.
             InvalidIdentifierError: its `id`, the request ID or the tenant is not legal.
             SerializationError: JSON cannot hold one of its values.
             ValueError: `expected_version` is no version.
@@ -116,9 +125,24 @@ class Domain:
             raise UnroutableCommandError(
                 type(command), f"{command.context}.{command.aggregate}" if names_aggregate else None
             )
+        _check(command, self._validated.get(type(command), ()))
         aggregate_id = model.aggregate_id(command.id, tenant)
         body = self.serializer.copy(command)
-        message = CommandMessage(
-            aggregate_id=aggregate_id, body=body, headers=headers or {}, expected_version=expected_version
-        )
-        return message if request_id is None else evolve(message, request_id=request_id)
+        make = CommandMessage if request_id is None else partial(CommandMessage, request_id=request_id)
+        return make(aggregate_id=aggregate_id, body=body, headers=headers or {}, expected_version=expected_version)
+
+
+def _check(command: Any, validated: Iterable[Any]) -> None:
+    """Refuse a command that is not valid in itself."""
+    cls = type(command)
+    validate = getattr(cls, "validate", None)
+    try:
+        for field in validated:
+            field.validator(command, field, getattr(command, field.name))
+        said = validate(command) if callable(validate) else None  # else it is a field
+    except Exception as error:
+        raise InvalidCommandError(cls, printable(error)) from error
+    if isawaitable(said):
+        refuse_awaitable(said, f"{cls.__name__}.validate returned an awaitable; make it a plain method that raises")
+    if said is not None:
+        raise TypeError(f"{cls.__name__}.validate returned {said!r}; raise an error to refuse the command")

@@ -134,8 +134,9 @@ def on_command(function: F | None = None, /, *, exists: bool | None = None) -> F
     """Mark a method of an aggregate that decides on a command.
 
     Its first parameter's annotation is the command's class, or a union of several. It reads the state, changes nothing,
-    and returns the event that follows, several in a list or tuple, or `None` for no event. It may be `async def`. To
-    refuse, it raises. What it may take besides the command: `docs/dispatch.md`, "What a function takes".
+    and returns the event that follows, several in a list or tuple, or `None` for no event; in a `Reply`, if it has
+    something to say to the caller. It may be `async def`. To refuse, it raises. What it may take besides the command:
+    `docs/dispatch.md`, "What a function takes".
 
     While the aggregate is deleted it is called for `RecoverAggregate` only; one for that or for `DeleteAggregate`
     decides instead of what is built in.

@@ -4,12 +4,12 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from functools import partial
 
-import trio
 from attrs import define, field
 
 from trio_wow.errors import DuplicateRequestIdError, VersionConflictError
 from trio_wow.eventsourcing._store import RecordedStream, Snapshot
 from trio_wow.messages import AggregateId, DomainEventStream, Serializer
+from trio_wow.runtime import checkpoint_in_turn
 
 __all__ = ["InMemoryEventStore", "InMemorySnapshotStore"]
 
@@ -37,7 +37,7 @@ class InMemoryEventStore:
 
     async def append(self, stream: DomainEventStream) -> None:
         """See `EventStore.append`."""
-        await trio.lowlevel.checkpoint()
+        await checkpoint_in_turn()
         aggregate_id = stream.aggregate_id
         history = self._histories.get(aggregate_id) or _History()
         stored = history.versions.get(stream.request_id)
@@ -56,7 +56,7 @@ class InMemoryEventStore:
         self, aggregate_id: AggregateId, *, after: int = 0, until: int | None = None
     ) -> Sequence[DomainEventStream]:
         """See `EventStore.load`."""
-        await trio.lowlevel.checkpoint()
+        await checkpoint_in_turn()
         history = self._histories.get(aggregate_id)
         if history is None:
             return []
@@ -65,7 +65,7 @@ class InMemoryEventStore:
 
     async def load_request(self, aggregate_id: AggregateId, request_id: str) -> DomainEventStream | None:
         """See `EventStore.load_request`."""
-        await trio.lowlevel.checkpoint()
+        await checkpoint_in_turn()
         history = self._histories.get(aggregate_id)
         if history is None or (version := history.versions.get(request_id)) is None:
             return None
@@ -73,7 +73,7 @@ class InMemoryEventStore:
 
     async def read_all(self, after: int, limit: int) -> Sequence[RecordedStream]:
         """See `EventStore.read_all`."""
-        await trio.lowlevel.checkpoint()
+        await checkpoint_in_turn()
         after = max(after, 0)
         page = self._all[after : after + limit]
         return [
@@ -83,7 +83,7 @@ class InMemoryEventStore:
 
     async def version_at(self, aggregate_id: AggregateId, position: int) -> int:
         """See `EventStore.version_at`."""
-        await trio.lowlevel.checkpoint()
+        await checkpoint_in_turn()
         history = self._histories.get(aggregate_id)
         return 0 if history is None else bisect_right(history.positions, position)
 
@@ -100,18 +100,18 @@ class InMemorySnapshotStore:
 
     async def save_snapshot(self, snapshot: Snapshot) -> None:
         """See `SnapshotStore.save_snapshot`."""
-        await trio.lowlevel.checkpoint()
+        await checkpoint_in_turn()
         kept = self._snapshots.get(snapshot.aggregate_id)
         if kept is None or kept.version < snapshot.version:
             self._snapshots[snapshot.aggregate_id] = snapshot
 
     async def load_snapshot(self, aggregate_id: AggregateId) -> Snapshot | None:
         """See `SnapshotStore.load_snapshot`."""
-        await trio.lowlevel.checkpoint()
+        await checkpoint_in_turn()
         return self._snapshots.get(aggregate_id)
 
     async def discard_snapshot(self, snapshot: Snapshot) -> None:
         """See `SnapshotStore.discard_snapshot`."""
-        await trio.lowlevel.checkpoint()
+        await checkpoint_in_turn()
         if self._snapshots.get(snapshot.aggregate_id) == snapshot:
             del self._snapshots[snapshot.aggregate_id]

@@ -27,6 +27,7 @@ from trio_wow.execution._threads import blocking as blocking
 from trio_wow.execution._threads import direct as direct
 from trio_wow.execution._threads import inline as inline
 from trio_wow.execution._threads import lent as lent
+from trio_wow.execution._user_call import is_in_turn as is_in_turn
 from trio_wow.execution._user_call import user_call as user_call
 
 __all__ = [
@@ -53,6 +54,7 @@ __all__ = [
     "group_key",
     "inline",
     "is_async",
+    "is_in_turn",
     "lent",
     "refuse_awaitable",
     "split_cancelled",

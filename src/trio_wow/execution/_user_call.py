@@ -8,8 +8,9 @@ import trio
 from trio_wow.errors import CancelScopeLeakError
 from trio_wow.execution._blocking import running_function
 from trio_wow.execution._errors import split_cancelled
+from trio_wow.execution._lane import Lane
 
-__all__ = ["outweighs_leak", "user_call"]
+__all__ = ["is_in_turn", "outweighs_leak", "user_call"]
 
 
 def outweighs_leak(error: BaseException, *, cancelled_outside: bool) -> bool:
@@ -21,6 +22,14 @@ def outweighs_leak(error: BaseException, *, cancelled_outside: bool) -> bool:
     """
     cancelled, failure = split_cancelled(error)
     return (cancelled is not None and cancelled_outside) or not isinstance(failure, Exception | None)
+
+
+_RUNNER = Lane._run.__code__
+
+
+def is_in_turn() -> bool:
+    """Whether the caller is a handler, in its own task and outside `user_call`: its executor keeps turns fair."""
+    return getattr(trio.lowlevel.current_task().coro, "cr_code", None) is _RUNNER and running_function.get() is None
 
 
 class user_call:  # noqa: N801 - used like a function

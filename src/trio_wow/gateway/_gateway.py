@@ -1,6 +1,7 @@
 """The command gateway."""
 
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from math import inf
 from typing import Any
 
@@ -10,12 +11,7 @@ from attrs import evolve
 from trio_wow.buses import CommandBus
 from trio_wow.dispatch import CommandResults, waits_for
 from trio_wow.domain import Domain
-from trio_wow.errors import (
-    AdmissionClosedError,
-    NoSubscriberError,
-    RuntimeStateError,
-    WaitTimeoutError,
-)
+from trio_wow.errors import AdmissionClosedError, NoSubscriberError, RuntimeStateError, StageUnavailableError
 from trio_wow.execution import lent
 from trio_wow.messages import DEFAULT_TENANT, CommandMessage, CommandResult, Stage
 from trio_wow.runtime import Admission, RuntimeContext
@@ -63,7 +59,9 @@ class CommandGateway:
         Waits while the receiver's window is full, unless it is called while a message is being handled.
 
         Args:
-            command: an attrs object whose `id` names the aggregate.
+            command: an attrs object whose `id` names the aggregate. Before it is sent, the validators of its fields
+                are run, and its `validate()`, if it has that: a plain method that raises to refuse it, and returns
+                `None`.
             request_id: names what is wanted: an aggregate stores the events of one request once. By default a new one.
             tenant: the tenant who sends it.
             headers: copied.
@@ -77,6 +75,7 @@ class CommandGateway:
             AdmissionClosedError: the runtime does not run, or its stop was requested.
             UnroutableCommandError: no aggregate handles this class.
             NoSubscriberError: no dispatcher receives it.
+            InvalidCommandError: a validator of one of its fields, or its own `validate()`, refuses it.
             InvalidIdentifierError: the command's `id`, the request ID or the tenant is not legal.
             SerializationError: JSON cannot hold one of the command's values.
             ValueError: `expected_version` is no version.
@@ -102,6 +101,7 @@ class CommandGateway:
         Called by a plain function in its thread, through `trio.from_thread.run`, the thread lends its worker or its
         place in the pool meanwhile. A command function must not wait for a command to its own aggregate, nor to one
         whose command function waits for it: that one could not begin before this one has returned.
+        Nor for a stage to which the calling function itself contributes.
 
         Args:
             command: as for `send`.
@@ -113,12 +113,14 @@ class CommandGateway:
             expected_version: as for `send`.
 
         Returns:
-            The result of that stage. A failed command is a result with an `error`, not an exception here; see
-            `CommandResult.raise_for_error`.
+            The result of that stage; of stage `PROCESSED` at once when the command has failed. That is a result with an
+            `error`, not an exception here; see `CommandResult.raise_for_error`. What a stage proves, and that it is
+            reached at once where nobody has anything to do for the command: `docs/waiting.md`.
 
         Raises:
             WaitTimeoutError: the stage was not reached in time.
             WaitAbandonedError: the runtime stopped first.
+            StageUnavailableError: nobody in this process tells of that stage. Nothing was sent.
             SelfWaitError: the aggregate is one of those that wait for the caller.
             HandlerInterruptedError: (in a thread) the message that the function handles was cancelled.
             ValueError: `timeout` is not a positive number, or `expected_version` no version.
@@ -127,21 +129,68 @@ class CommandGateway:
 
         Cancellation: the command may have been sent, and is then handled all the same; nothing waits for it any more.
         """
-        if not isinstance(until, Stage):
-            raise TypeError(f"until must be a Stage, not {until!r}")
-        if not 0 < timeout <= inf:
-            raise ValueError(f"timeout must be a positive number of seconds, not {timeout!r}")
+        self._check_wait(until, timeout)
         message = self._message(command, request_id, tenant, headers, expected_version)
         if until is not Stage.SENT and self._admission is not None and self._admission.is_inside():
             message = evolve(message, headers={**message.headers, **waits_for(message.aggregate_id)})
 
         async def send_and_wait() -> CommandResult:
-            with self.results.expecting(message.id) as wait, trio.move_on_after(timeout):
-                sent = await self._send(message)
-                return sent if until is Stage.SENT else await wait.wait()
-            raise WaitTimeoutError(message.id, until.name, timeout)
+            with self.results.expecting(message.id, until, timeout) as wait:
+                with trio.move_on_at(wait.deadline):
+                    wait.sent(await self._send(message))
+                    return await wait.wait()
+                raise wait.timed_out()
 
         return await lent(send_and_wait)
+
+    @asynccontextmanager
+    async def stream(
+        self,
+        command: Any,
+        *,
+        until: Stage = Stage.PROCESSED,
+        timeout: float = 30.0,  # noqa: ASYNC109 - as for `send_and_wait`
+        request_id: str | None = None,
+        tenant: str = DEFAULT_TENANT,
+        headers: Mapping[str, str] | None = None,
+        expected_version: int | None = None,
+    ) -> AsyncGenerator[AsyncIterator[CommandResult], None]:
+        """Send a command, and follow it stage by stage.
+
+            async with gateway.stream(command, until=Stage.PROJECTED) as signals:
+                async for result in signals:
+                    ...
+
+        The command is sent when the block is entered. The iterator, for one task, yields a result for each stage of
+        which anybody in this process tells, and ends with that for `until`, or with a failed `PROCESSED`. A later stage
+        that has failed is a result with an `error`; the others still come.
+
+        Args:
+            command: as for `send`.
+            until: the last stage.
+            timeout: seconds from entering the block to the last signal, whatever comes in between; positive. What has
+                come by then can still be read.
+            request_id: as for `send`.
+            tenant: as for `send`.
+            headers: as for `send`.
+            expected_version: as for `send`.
+
+        Raises:
+            WaitTimeoutError: on entering, it could not be sent in time; from the iterator, `until` was not reached.
+            WaitAbandonedError: from the iterator, the runtime stopped first.
+            WowError: on entering, as for `send_and_wait`; so are `ValueError` and `TypeError`.
+
+        Cancellation: as for `send_and_wait`. Leaving the block early ends the waiting, not the command.
+        Ordering: `SENT`, `PROCESSED`, then the others as they are reached, each at most once.
+        """
+        self._check_wait(until, timeout)
+        message = self._message(command, request_id, tenant, headers, expected_version)
+        with self.results.expecting(message.id, until, timeout, each=True) as wait:
+            with trio.move_on_at(wait.deadline) as sending:
+                wait.sent(await self._send(message))
+            if sending.cancelled_caught:
+                raise wait.timed_out()
+            yield wait
 
     async def prepare(self, context: RuntimeContext, /) -> None:
         """See `RuntimeComponent.prepare`.
@@ -183,6 +232,15 @@ class CommandGateway:
         admission = self._admission
         if admission is None or not (admission.intake_is_open or admission.is_inside()):
             raise AdmissionClosedError(self.name)
+
+    def _check_wait(self, until: Stage, timeout: float) -> None:
+        if not isinstance(until, Stage):
+            raise TypeError(f"until must be a Stage, not {until!r}")
+        if not 0 < timeout <= inf:
+            raise ValueError(f"timeout must be a positive number of seconds, not {timeout!r}")
+        if not self.results.serves(until):
+            self._check_admission()  # before a runtime has run, nobody tells of anything
+            raise StageUnavailableError(until.name)
 
     async def _send(self, message: CommandMessage) -> CommandResult:
         if not await self._bus.send_if_subscribed(message):

@@ -3,10 +3,11 @@
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from datetime import UTC, datetime
+from functools import cache
+from os import urandom
 from typing import Any, Generic, NewType, TypeVar
-from uuid import uuid4
 
-from attrs import evolve, field, frozen
+from attrs import field, fields, frozen
 
 from trio_wow.errors import SerializationError
 from trio_wow.messages._identity import AggregateId, check_identifier
@@ -15,13 +16,14 @@ __all__ = ["CommandMessage", "DomainEvent", "DomainEventStream", "Headers", "Sta
 
 B_co = TypeVar("B_co", covariant=True)
 S_co = TypeVar("S_co", covariant=True)
+M = TypeVar("M", "CommandMessage", "DomainEventStream")
 
 Headers = NewType("Headers", dict[str, str])
 """Annotates a parameter of a message function that takes the headers of its message."""
 
 
 def _new_id() -> str:
-    return uuid4().hex
+    return urandom(16).hex()
 
 
 def _now() -> datetime:
@@ -38,6 +40,8 @@ def checked_headers(headers: Mapping[str, str]) -> dict[str, str]:
     Raises:
         SerializationError: they are no mapping, or one is no text or holds a lone surrogate.
     """
+    if type(headers) is dict and not headers:
+        return {}
     if not isinstance(headers, Mapping):
         raise SerializationError(f"headers are a mapping of text to text, not {headers!r}")
     copy = dict(headers)
@@ -49,6 +53,21 @@ def checked_headers(headers: Mapping[str, str]) -> dict[str, str]:
                 text.encode()
             except UnicodeEncodeError:
                 raise SerializationError(f"header text {text!r} holds a lone surrogate") from None
+    return copy
+
+
+@cache
+def _names(cls: Any) -> tuple[str, ...]:
+    return tuple(each.name for each in fields(cls) if each.name != "headers")
+
+
+def _routed(message: M) -> M:
+    """Copy an envelope. All but the headers was checked when it was made, and cannot have been changed since."""
+    cls: Any = type(message)
+    copy: M = object.__new__(cls)
+    for name in _names(cls):
+        object.__setattr__(copy, name, getattr(message, name))
+    object.__setattr__(copy, "headers", checked_headers(message.headers))
     return copy
 
 
@@ -88,7 +107,8 @@ class CommandMessage:
 
     def __attrs_post_init__(self) -> None:
         check_identifier("command ID", self.id)
-        check_identifier("request ID", self.request_id)
+        if self.request_id is not self.id:
+            check_identifier("request ID", self.request_id)
         version = self.expected_version
         if version is not None and (type(version) is not int or not 0 <= version < 2**63):
             raise ValueError(f"expected_version must be an int from 0 to 2**63-1, or None, not {version!r}")
@@ -98,7 +118,7 @@ class CommandMessage:
 
     def routed(self) -> "CommandMessage":
         """Return a copy for one route: equal, with headers of its own."""
-        return evolve(self)
+        return _routed(self)
 
 
 @frozen(kw_only=True)
@@ -129,6 +149,8 @@ class DomainEventStream:
     id: str = field(factory=_new_id)
     headers: dict[str, str] = field(factory=dict, converter=checked_headers)
     created_at: datetime = field(factory=_now)
+    # The JSON of the events, where it is known; the serializer's. One that is made from this one has its own events.
+    _written: tuple[bytes, ...] | None = field(default=None, eq=False, repr=False, init=False)
 
     def __attrs_post_init__(self) -> None:
         check_identifier("stream ID", self.id)
@@ -147,7 +169,7 @@ class DomainEventStream:
 
     def routed(self) -> "DomainEventStream":
         """Return a copy for one route: equal, with headers of its own."""
-        return evolve(self)
+        return _routed(self)
 
 
 @frozen
@@ -204,6 +226,11 @@ class StateEvent(Generic[S_co]):
     def version(self) -> int:
         """The aggregate's version."""
         return self.stream.version
+
+    @property
+    def command_id(self) -> str:
+        """The message that caused the events."""
+        return self.stream.command_id
 
     @property
     def headers(self) -> Mapping[str, str]:

@@ -6,6 +6,8 @@ from dataclasses import is_dataclass
 from datetime import datetime
 from decimal import Decimal
 from functools import lru_cache
+from itertools import repeat
+from math import isfinite
 from typing import Any, TypeVar
 from uuid import UUID
 
@@ -70,8 +72,30 @@ class Serializer:
             SerializationError: it would not come back as it is.
             UnknownMessageTypeError: its class is not registered.
         """
+        return self.written(body)[1]
+
+    def written(self, body: B) -> tuple[bytes, B]:
+        """Return a body's JSON, and the body as it will come back from that; see `copy`."""
         self._types.of(body)
-        return self._written(body)[1]
+        return self._written(body)
+
+    def keep_written(self, stream: DomainEventStream, written: Iterable[bytes]) -> None:
+        """Keep with a stream what `written` has returned for its events, so that `dump_stream` need not write them."""
+        object.__setattr__(stream, "_written", tuple(written))
+
+    def plain(self, value: object) -> object:
+        """Return a value as plain JSON data: dicts, lists, texts, numbers, booleans, `None`. It shares nothing.
+
+        Raises:
+            SerializationError: JSON cannot hold it.
+        """
+        try:
+            form = self._converter.unstructure(value)
+            _check_finite(form)
+            back: object = orjson.loads(orjson.dumps(form))
+        except Exception as error:
+            raise SerializationError(f"{_shown(value)} cannot be kept as JSON: {error}") from error
+        return back
 
     def dump_stream(self, stream: DomainEventStream) -> bytes:
         """Write a stream.
@@ -93,7 +117,10 @@ class Serializer:
             "request_id": stream.request_id,
             "created_at": stream.created_at,
             "headers": checked_headers(stream.headers),  # anybody may have changed them
-            "events": [self._body(event) for event in stream.events],
+            "events": [
+                self._body(event, data)
+                for event, data in zip(stream.events, stream._written or repeat(None), strict=False)
+            ],
         }
         return orjson.dumps(form)
 
@@ -164,9 +191,10 @@ class Serializer:
             )
         return state
 
-    def _body(self, body: object) -> dict[str, object]:
+    def _body(self, body: object, data: bytes | None) -> dict[str, object]:
         named = self._types.of(body)
-        return {"name": named.name, "revision": named.revision, "body": orjson.Fragment(self._written(body)[0])}
+        fragment = orjson.Fragment(self._written(body)[0] if data is None else data)
+        return {"name": named.name, "revision": named.revision, "body": fragment}
 
     def _written(self, body: B, difference: Callable[[B, B], str | None] | None = None) -> tuple[bytes, B]:
         """Write a body and read it back, since only that shows what JSON, or its own annotations, would change."""
@@ -219,6 +247,14 @@ class Serializer:
             raise SerializationError(
                 f"{source} holds a {named.name!r} that does not fit {cls.__name__}: {_reasons(error)}"
             ) from error
+
+
+def _check_finite(form: object) -> None:
+    """Refuse numbers that orjson writes as null."""
+    if isinstance(form, float) and not isfinite(form):
+        raise ValueError(f"{form} is no number in JSON")
+    for each in form.values() if isinstance(form, dict) else form if isinstance(form, list | tuple) else ():
+        _check_finite(each)
 
 
 def _difference(body: Any, back: Any) -> str | None:

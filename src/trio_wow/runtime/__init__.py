@@ -2,6 +2,7 @@
 
 from trio_wow.runtime._admission import ActivityLease as ActivityLease
 from trio_wow.runtime._admission import Admission as Admission
+from trio_wow.runtime._admission import checkpoint_in_turn as checkpoint_in_turn
 from trio_wow.runtime._component import RuntimeComponent as RuntimeComponent
 from trio_wow.runtime._component import RuntimeContext as RuntimeContext
 from trio_wow.runtime._runtime import Runtime as Runtime
@@ -20,4 +21,5 @@ __all__ = [
     "RuntimeContext",
     "RuntimeState",
     "RuntimeStatistics",
+    "checkpoint_in_turn",
 ]

@@ -6,7 +6,9 @@ from types import TracebackType
 
 import trio
 
-__all__ = ["ActivityLease", "Admission"]
+from trio_wow.execution import is_in_turn
+
+__all__ = ["ActivityLease", "Admission", "checkpoint_in_turn"]
 
 
 class ActivityLease:
@@ -67,6 +69,20 @@ class ActivityLease:
 
 
 _current_lease: ContextVar[ActivityLease | None] = ContextVar("trio_wow_current_lease", default=None)
+
+
+async def checkpoint_in_turn() -> None:
+    """Execute a checkpoint, for a method that has at hand what it was asked for.
+
+    Called by a dispatcher as it handles a message, it can be cancelled and does not give way to other tasks: the
+    executor does that between turns, and the handler need not become a task of its own for nothing. For everybody else,
+    and for the functions that the dispatcher calls, it is `trio.lowlevel.checkpoint`.
+    """
+    lease = _current_lease.get()
+    if lease is not None and lease.is_open and is_in_turn():
+        await trio.lowlevel.checkpoint_if_cancelled()
+    else:
+        await trio.lowlevel.checkpoint()
 
 
 class Admission:

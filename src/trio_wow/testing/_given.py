@@ -7,7 +7,7 @@ from typing import Any
 import trio
 
 from trio_wow.dispatch import FunctionRegistry
-from trio_wow.domain import AggregateModel, DeleteAggregate, Domain, RecoverAggregate, aggregate_model
+from trio_wow.domain import AggregateModel, DeleteAggregate, Domain, RecoverAggregate, Reply, aggregate_model
 from trio_wow.messages import CommandMessage
 
 __all__ = ["AggregateCase", "given"]
@@ -52,6 +52,7 @@ class AggregateCase:
         self._id = model.aggregate_id(id).id
         self._history = [*events]
         self._events: tuple[object, ...] | None = None
+        self._value: object = None
         self._error: Exception | None = None
         self.state = self._rebuild()
 
@@ -73,7 +74,7 @@ class AggregateCase:
             raise TypeError(f"{self._model.cls.__name__} has no @on_command function for {type(command).__name__}")
         if command.id != self._id:
             raise ValueError(f"the command is for {command.id!r}, not for {self._id!r}")
-        self._events = None
+        self._events = self._value = None
         state = self._rebuild()
         try:
             function = self._model.command_function(type(command))
@@ -83,6 +84,7 @@ class AggregateCase:
             if isawaitable(decided):
                 decided = _run_without_waiting(decided, command)
             events = self._model.events_of(command, decided)
+            value = self._serializer.plain(decided.value) if isinstance(decided, Reply) else None
             for event in events:
                 self._apply(state, event)
         except _WaitsError as error:
@@ -90,7 +92,7 @@ class AggregateCase:
         except Exception as error:
             self._error = error
         else:
-            self._events = events
+            self._events, self._value = events, value
             self._history += events
             self.state = self._rebuild()
         return self
@@ -107,6 +109,13 @@ class AggregateCase:
     def expect_no_events(self) -> "AggregateCase":
         """Assert that the last command succeeded and yielded nothing."""
         return self.expect_events()
+
+    def expect_value(self, value: object) -> "AggregateCase":
+        """Assert that the last command succeeded, and returned this for its caller; `None` for nothing."""
+        self._raise_unexpected()
+        if self._value != value:
+            raise AssertionError(f"expected the value {value!r}, got {self._value!r}")
+        return self
 
     def expect_error(self, kind: type[Exception], text: str = "") -> "AggregateCase":
         """Assert that the last command raised an error of this class, with `text` in its text."""
