@@ -153,6 +153,13 @@ async def test_a_task_that_outlives_its_function_may_wait_for_its_aggregate() ->
     assert done[0].error is None
 
 
-@pytest.mark.parametrize("text", [None, "", "{}", "7", "nonsense", '["a"]'])
+@pytest.mark.parametrize("text", [None, "", "{}", "7", "nonsense", '["a"]', "[[1, []]]", "[" * 100_000])
 def test_headers_that_make_no_sense_are_no_chain(text: str | None) -> None:
     assert _read(text) == ()
+
+
+async def test_a_header_that_makes_no_sense_does_not_end_the_runtime() -> None:
+    app = App([made(blocking)])
+    async with app.serving(app.runtime(shutdown_quiet_period=0)) as gateway:
+        result = await gateway.send_and_wait(Ask("a"), headers={WAITS: "[" * 100_000})
+        assert result.error is None
