@@ -128,10 +128,10 @@ class Hold(Protocol):
         """Leave it to the thread, which nobody waits for any more."""
 
     def lend(self) -> None:
-        """Release it until it is taken back."""
+        """Release it until it is taken back; nothing if it is not held."""
 
     async def take_back(self) -> None:
-        """Take it again, before all others that wait for it; go on without it if that is cancelled."""
+        """Take it again, before all others that wait for it; go on without it if that is cancelled, or it has ended."""
 
 
 _call: "ContextVar[ThreadCall | None]" = ContextVar("trio_wow.execution.thread_call", default=None)
@@ -202,6 +202,7 @@ class ThreadCall:
         self._over = False
         self._scopes: set[trio.CancelScope] = set()
         self._interrupted = False
+        self._is_taking_back = False
         self.abandoned = False
         self.seconds = 0.0
 
@@ -265,16 +266,25 @@ class ThreadCall:
         if self._interrupted:
             scope.cancel()
         self._scopes.add(scope)
-        if len(self._scopes) == 1 and hold is not None:
+        if len(self._scopes) == 1 and not self._is_taking_back and hold is not None:
             hold.lend()
         try:
             with scope:
                 return await waits()
         finally:
             self._scopes.remove(scope)
-            if not self._scopes and hold is not None:
-                await hold.take_back()
+            if not self._scopes and not self._is_taking_back and hold is not None:
+                await self._take_back(hold)
         raise HandlerInterruptedError(self._profile.name)
+
+    async def _take_back(self, hold: Hold) -> None:
+        self._is_taking_back = True
+        try:
+            await hold.take_back()
+        finally:
+            self._is_taking_back = False
+            if self._scopes:  # of a wait that has begun meanwhile, beside this one
+                hold.lend()
 
     def _work(self) -> None:
         threads, context, function = self._threads, self._context, self._function
