@@ -605,6 +605,44 @@ class TestLending:
         assert states(executor) == ["idle"]
         assert borrowed(executor) == 0
 
+    @pytest.mark.parametrize("pin", [direct, blocking])
+    @pytest.mark.parametrize("grouped", [False, True])
+    async def test_an_item_whose_wait_is_cancelled_was_interrupted_and_has_not_failed(
+        self, pin: Callable[[Any], Any], grouped: bool
+    ) -> None:
+        executor = KeyedExecutor(workers=1)
+        failed: list[Any] = []
+        waiting = trio.Event()
+
+        async def wait() -> None:
+            waiting.set()
+            await trio.sleep_forever()
+
+        async def several() -> None:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(lent, wait)
+                nursery.start_soon(lent, wait)
+
+        @pin
+        def handler(item: object) -> None:
+            trio.from_thread.run(several) if grouped else trio.from_thread.run(lent, wait)
+
+        def on_error(item: object, error: Exception) -> None:
+            failed.append(error)
+
+        outcome: list[BaseException | None] = []
+        with trio.fail_after(PATIENCE):
+            async with trio.open_nursery() as nursery:
+                source = EndlessSource(["a"])
+                run = partial(executor.dispatch, source, key=first, handler=handler, on_error=on_error)
+                nursery.start_soon(collect, run, outcome)
+                await waiting.wait()
+                nursery.cancel_scope.cancel()
+        assert isinstance(outcome[0], trio.Cancelled)
+        assert failed == []
+        assert states(executor) == ["idle"]
+        assert borrowed(executor) == 0
+
     async def test_a_wait_that_begins_after_the_cancellation_ends_too(self, gates: Gates) -> None:
         raised: list[BaseException] = []
 

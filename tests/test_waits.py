@@ -10,9 +10,10 @@ from attrs import define, frozen
 from thread_support import PATIENCE, borrowed, states, until
 
 from trio_wow import App, KeyedExecutor, aggregate, on_command, on_sourcing
+from trio_wow.buses import MessageExchange
 from trio_wow.dispatch._waits import WAITS, _read
-from trio_wow.errors import AdmissionClosedError
-from trio_wow.execution import ExecPool, blocking, direct
+from trio_wow.errors import AdmissionClosedError, WaitAbandonedError
+from trio_wow.execution import ExecPool, blocking, direct, lent
 from trio_wow.messages import CommandMessage
 
 pytestmark = pytest.mark.adaptive
@@ -30,6 +31,15 @@ class Ask:
 class AskAsync:
     id: str
     others: tuple[str, ...] = ()
+
+
+@frozen
+class Fail:
+    id: str
+
+
+class Failed(BaseException):
+    """Ends the runtime."""
 
 
 @frozen
@@ -69,6 +79,10 @@ def made(pin: Callable[[Any], Any]) -> type:
             other = AskAsync(command.others[0], command.others[1:])
             (await Asking.gateway.send_and_wait(other)).raise_for_error()
             return Asked("")
+
+        @on_command
+        async def fail(self, command: Fail) -> Asked:
+            raise Failed
 
         @on_sourcing
         def asked(self, event: Asked) -> None: ...
@@ -151,6 +165,42 @@ async def test_a_task_that_outlives_its_function_may_wait_for_its_aggregate() ->
         assert (await gateway.send_and_wait(AskAsync("a", ("x",)))).error is None
         go.set()
     assert done[0].error is None
+
+
+@pytest.mark.parametrize("pin", [direct, blocking])
+async def test_a_command_whose_function_is_interrupted_is_not_acknowledged(
+    pin: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    acknowledged: list[Any] = []
+    waiting, ended = trio.Event(), trio.Event()
+
+    class Waiting:
+        async def send_and_wait(self, command: Ask) -> Any:
+            waiting.set()
+            await lent(trio.sleep_forever)
+
+    async def acknowledge(exchange: MessageExchange[Any]) -> None:
+        acknowledged.append(exchange.message.aggregate_id.id)
+
+    async def send_and_wait() -> None:
+        with pytest.raises(WaitAbandonedError):
+            await gateway.send_and_wait(Ask("a", ("b",)))
+        ended.set()
+
+    monkeypatch.setattr(MessageExchange, "acknowledge", acknowledge)
+    monkeypatch.setattr(Asking, "gateway", Waiting())
+    app = App([made(pin)])
+
+    with trio.fail_after(PATIENCE), pytest.RaisesGroup(Failed, flatten_subgroups=True, allow_unwrapped=True):
+        async with (
+            app.serving(app.runtime(executor=KeyedExecutor(workers=2), shutdown_quiet_period=0)) as gateway,
+            trio.open_nursery() as nursery,
+        ):
+            nursery.start_soon(send_and_wait)
+            await waiting.wait()
+            await gateway.send(Fail("c"))
+    assert ended.is_set()
+    assert acknowledged == []
 
 
 @pytest.mark.parametrize("text", [None, "", "{}", "7", "nonsense", '["a"]', "[[1, []]]", "[" * 100_000])

@@ -222,8 +222,9 @@ class ThreadCall:
     async def run(self, name: str) -> object:
         """Run the function in a thread of that name; return and raise what it does. Called once.
 
-        Cancellation: `Cancelled` only after `abandon`. If the thread still runs then, what it holds is released when it
-        has ended, unless the event loop has gone before; its result is dropped, an error of it goes to the log.
+        Cancellation: `Cancelled` only after `abandon`, or when the function lets a `HandlerInterruptedError` pass. If
+            the thread still runs then, what it holds is released when it has ended, unless the event loop has gone
+            before; its result is dropped, an error of it goes to the log.
         """
         threads = self._threads
         started = threads.perf_counter()
@@ -237,6 +238,8 @@ class ThreadCall:
             if self._over:  # and the thread may have seen it abandoned, or not
                 self.abandoned = False
                 if self._error is not None:
+                    if self._is_interruption(self._error):
+                        raise
                     raise self._error from None
             else:
                 threads.abandoned += 1
@@ -247,6 +250,10 @@ class ThreadCall:
                     threads.perf_counter() - started,
                 )
                 raise
+        except Exception as error:
+            if self._is_interruption(error):
+                await trio.lowlevel.checkpoint_if_cancelled()
+            raise
         finally:
             threads.calls.remove(self)
             self._group.remove(self)
@@ -259,6 +266,12 @@ class ThreadCall:
         self._interrupted = True
         for scope in self._scopes:
             scope.cancel()
+
+    def _is_interruption(self, error: BaseException) -> bool:
+        """Whether it has let pass what the thread got in place of the cancellation, and nothing else."""
+        if isinstance(error, BaseExceptionGroup):
+            return all(map(self._is_interruption, error.exceptions))
+        return self._interrupted and isinstance(error, HandlerInterruptedError)
 
     async def lend(self, waits: Callable[[], Awaitable[T]]) -> T:
         """Await what the thread waits for, while it lends what it holds."""
