@@ -9,7 +9,7 @@ import trio
 from attrs import define, frozen
 from thread_support import PATIENCE, borrowed, states, until
 
-from trio_wow import App, KeyedExecutor, aggregate, on_command, on_sourcing
+from trio_wow import App, Headers, KeyedExecutor, aggregate, on_command, on_sourcing
 from trio_wow.buses import MessageExchange
 from trio_wow.dispatch._waits import WAITS, _read
 from trio_wow.errors import AdmissionClosedError, WaitAbandonedError
@@ -31,6 +31,13 @@ class Ask:
 class AskAsync:
     id: str
     others: tuple[str, ...] = ()
+
+
+@frozen
+class HandOn:
+    """Send a command to `id`'s friend, with the headers of this one."""
+
+    id: str
 
 
 @frozen
@@ -71,13 +78,21 @@ def made(pin: Callable[[Any], Any]) -> type:
         @on_command
         @pin
         def ask(self, command: Ask, message: CommandMessage) -> Asked:
-            ask(command)
+            if command.others == ("hand on",):
+                trio.from_thread.run(Asking.gateway.send_and_wait, HandOn("b")).raise_for_error()
+            else:
+                ask(command)
             return Asked(message.headers.get(WAITS, ""))
 
         @on_command
         async def ask_async(self, command: AskAsync) -> Asked:
             other = AskAsync(command.others[0], command.others[1:])
             (await Asking.gateway.send_and_wait(other)).raise_for_error()
+            return Asked("")
+
+        @on_command
+        async def hand_on(self, command: HandOn, headers: Headers) -> Asked:
+            await Asking.gateway.send(Ask("friend", ("a",)), headers=headers)
             return Asked("")
 
         @on_command
@@ -208,8 +223,19 @@ def test_headers_that_make_no_sense_are_no_chain(text: str | None) -> None:
     assert _read(text) == ()
 
 
-async def test_a_header_that_makes_no_sense_does_not_end_the_runtime() -> None:
+async def test_a_header_that_makes_no_sense_does_not_end_the_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
     app = App([made(blocking)])
+    monkeypatch.setattr("trio_wow.gateway._gateway.WAITS", "none")  # as another program may send it
     async with app.serving(app.runtime(shutdown_quiet_period=0)) as gateway:
         result = await gateway.send_and_wait(Ask("a"), headers={WAITS: "[" * 100_000})
         assert result.error is None
+
+
+async def test_who_is_sent_a_command_with_the_headers_of_another_is_not_waited_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    app = App([made(blocking)])
+    async with app.serving(app.runtime(shutdown_quiet_period=0)) as gateway:
+        Asking.gateway = gateway
+        assert (await gateway.send_and_wait(Ask("a", ("hand on",)))).error is None
+    assert "SelfWaitError" not in caplog.text
