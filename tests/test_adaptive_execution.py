@@ -605,6 +605,44 @@ class TestLending:
         assert states(executor) == ["idle"]
         assert borrowed(executor) == 0
 
+    @pytest.mark.parametrize("pin", [direct, blocking])
+    @pytest.mark.parametrize("grouped", [False, True])
+    async def test_an_item_whose_wait_is_cancelled_was_interrupted_and_has_not_failed(
+        self, pin: Callable[[Any], Any], grouped: bool
+    ) -> None:
+        executor = KeyedExecutor(workers=1)
+        failed: list[Any] = []
+        waiting = trio.Event()
+
+        async def wait() -> None:
+            waiting.set()
+            await trio.sleep_forever()
+
+        async def several() -> None:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(lent, wait)
+                nursery.start_soon(lent, wait)
+
+        @pin
+        def handler(item: object) -> None:
+            trio.from_thread.run(several) if grouped else trio.from_thread.run(lent, wait)
+
+        def on_error(item: object, error: Exception) -> None:
+            failed.append(error)
+
+        outcome: list[BaseException | None] = []
+        with trio.fail_after(PATIENCE):
+            async with trio.open_nursery() as nursery:
+                source = EndlessSource(["a"])
+                run = partial(executor.dispatch, source, key=first, handler=handler, on_error=on_error)
+                nursery.start_soon(collect, run, outcome)
+                await waiting.wait()
+                nursery.cancel_scope.cancel()
+        assert isinstance(outcome[0], trio.Cancelled)
+        assert failed == []
+        assert states(executor) == ["idle"]
+        assert borrowed(executor) == 0
+
     async def test_a_wait_that_begins_after_the_cancellation_ends_too(self, gates: Gates) -> None:
         raised: list[BaseException] = []
 
@@ -650,3 +688,105 @@ class TestLending:
             done.set()
             await wait_all_tasks_blocked()
             assert borrowed(executor) == 1
+
+    @pytest.mark.parametrize("pin", [direct, blocking])
+    async def test_a_wait_that_begins_while_the_thread_takes_back_what_it_lent(
+        self, pin: Callable[[Any], Any], gates: Gates
+    ) -> None:
+        executor = KeyedExecutor(workers=1, pool=ExecPool(1))
+        first_ends, second_begins, second_ends = trio.Event(), trio.Event(), trio.Event()
+        waiting = trio.Event()
+        ended: list[object] = []
+
+        async def first_wait() -> None:
+            waiting.set()
+            await first_ends.wait()
+
+        async def second_wait() -> None:
+            await second_begins.wait()
+            await lent(second_ends.wait)
+
+        async def both() -> None:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(lent, first_wait)
+                nursery.start_soon(second_wait)
+
+        @pin
+        def handler(item: object) -> None:
+            trio.from_thread.run(both)
+            ended.append(item)
+
+        with trio.fail_after(PATIENCE):
+            async with dispatches(gates) as start:
+                start(executor, handler, "a")
+                await waiting.wait()
+                start(executor, gates.compute if pin is direct else gates.wait, "b")
+                await gates.arrival("b")
+                first_ends.set()
+                await wait_all_tasks_blocked()
+                second_begins.set()
+                await wait_all_tasks_blocked()
+                assert borrowed(executor) == (0 if pin is direct else 1)
+                gates.open("b")
+                await until(lambda: borrowed(executor) == 0 and states(executor) == ["idle"])
+                second_ends.set()
+                await until(lambda: ended)
+        assert states(executor) == ["idle"]
+        assert borrowed(executor) == 0
+
+    @pytest.mark.parametrize("pin", [direct, blocking])
+    async def test_a_wait_that_outlasts_the_thread_takes_back_nothing(self, pin: Callable[[Any], Any]) -> None:
+        executor = KeyedExecutor(workers=1, pool=ExecPool(1))
+        waiting, done = trio.Event(), trio.Event()
+
+        async def wait() -> None:
+            waiting.set()
+            await done.wait()
+
+        async with trio.open_nursery() as nursery:
+
+            @pin
+            def handler(item: object) -> None:
+                trio.from_thread.run_sync(partial(nursery.start_soon, lent, wait))
+                trio.from_thread.run(waiting.wait)
+
+            await executor.dispatch(ListSource([1]), key=lambda n: n, handler=handler)
+            done.set()
+        assert states(executor) == ["idle"]
+        assert borrowed(executor) == 0
+        pool = executor.statistics().pool
+        assert pool is not None
+        assert pool.lent == 0
+
+    @pytest.mark.parametrize("pin", [direct, blocking])
+    async def test_a_thread_that_ends_while_a_task_of_it_takes_back_what_it_lent(
+        self, pin: Callable[[Any], Any], gates: Gates
+    ) -> None:
+        executor = KeyedExecutor(workers=1, pool=ExecPool(1))
+        waiting, done, end = trio.Event(), trio.Event(), threading.Event()
+
+        async def wait() -> None:
+            waiting.set()
+            await done.wait()
+
+        async with trio.open_nursery() as nursery, dispatches(gates) as start:
+
+            @pin
+            def handler(item: object) -> None:
+                trio.from_thread.run_sync(partial(nursery.start_soon, lent, wait))
+                end.wait(PATIENCE)
+
+            start(executor, handler, "a")
+            await waiting.wait()
+            start(executor, gates.compute if pin is direct else gates.wait, "b")
+            await gates.arrival("b")
+            done.set()
+            await wait_all_tasks_blocked()
+            end.set()
+            await until(lambda: sum(each.in_flight for each in executor.statistics().dispatches) == 1)
+            gates.open("b")
+            with trio.fail_after(PATIENCE):
+                while nursery.child_tasks:
+                    await wait_all_tasks_blocked(0.001)
+            await until(lambda: states(executor) == ["idle"])
+        assert borrowed(executor) == 0

@@ -221,6 +221,23 @@ class TestLending:
             await pool.drain()
         assert scope.cancelled_caught
 
+    async def test_who_did_not_get_its_token_back_has_none_to_lend(self) -> None:
+        pool = ExecPool(1, 1)
+        lender = taken(pool)
+        lender.lend()
+        running = taken(pool)
+        with trio.move_on_after(0) as scope:
+            await lender.take_back()
+        assert scope.cancelled_caught
+        lender.lend()
+        assert counts(pool) == (1, 0)
+        await lender.take_back()
+        running.release()
+        lender.release()
+        assert counts(pool) == (0, 0)
+        with trio.fail_after(PATIENCE):
+            await pool.drain()
+
 
 class TestClosing:
     async def test_a_closed_pool_refuses_and_lets_go_on_what_is_in_it(self) -> None:

@@ -143,6 +143,16 @@ class TestSchedule:
         await wait_all_tasks_blocked()
         assert not nursery.child_tasks
 
+    async def test_one_whose_nursery_has_closed_refuses_and_can_be_stopped(self) -> None:
+        async with trio.open_nursery() as nursery:
+            scheduler = AggregateSchedulerSupplier("shop", nursery=nursery).get_or_initialize("order")
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="closed"):
+                scheduler.schedule(1, trio.lowlevel.checkpoint)
+        assert scheduler.statistics().queued == 0
+        with trio.fail_after(1):
+            await scheduler.stop_gracefully()
+
     async def test_tasks_bear_the_schedulers_name(self, nursery: trio.Nursery) -> None:
         scheduler = AggregateSchedulerSupplier("command-dispatcher", nursery=nursery).get_or_initialize("order")
         scheduler.schedule(7, trio.sleep_forever)

@@ -9,10 +9,11 @@ import trio
 from attrs import define, frozen
 from thread_support import PATIENCE, borrowed, states, until
 
-from trio_wow import App, KeyedExecutor, aggregate, on_command, on_sourcing
+from trio_wow import App, Headers, KeyedExecutor, aggregate, on_command, on_sourcing
+from trio_wow.buses import MessageExchange
 from trio_wow.dispatch._waits import WAITS, _read
-from trio_wow.errors import AdmissionClosedError
-from trio_wow.execution import ExecPool, blocking, direct
+from trio_wow.errors import AdmissionClosedError, WaitAbandonedError
+from trio_wow.execution import ExecPool, blocking, direct, lent
 from trio_wow.messages import CommandMessage
 
 pytestmark = pytest.mark.adaptive
@@ -30,6 +31,22 @@ class Ask:
 class AskAsync:
     id: str
     others: tuple[str, ...] = ()
+
+
+@frozen
+class HandOn:
+    """Send a command to `id`'s friend, with the headers of this one."""
+
+    id: str
+
+
+@frozen
+class Fail:
+    id: str
+
+
+class Failed(BaseException):
+    """Ends the runtime."""
 
 
 @frozen
@@ -61,7 +78,10 @@ def made(pin: Callable[[Any], Any]) -> type:
         @on_command
         @pin
         def ask(self, command: Ask, message: CommandMessage) -> Asked:
-            ask(command)
+            if command.others == ("hand on",):
+                trio.from_thread.run(Asking.gateway.send_and_wait, HandOn("b")).raise_for_error()
+            else:
+                ask(command)
             return Asked(message.headers.get(WAITS, ""))
 
         @on_command
@@ -69,6 +89,15 @@ def made(pin: Callable[[Any], Any]) -> type:
             other = AskAsync(command.others[0], command.others[1:])
             (await Asking.gateway.send_and_wait(other)).raise_for_error()
             return Asked("")
+
+        @on_command
+        async def hand_on(self, command: HandOn, headers: Headers) -> Asked:
+            await Asking.gateway.send(Ask("friend", ("a",)), headers=headers)
+            return Asked("")
+
+        @on_command
+        async def fail(self, command: Fail) -> Asked:
+            raise Failed
 
         @on_sourcing
         def asked(self, event: Asked) -> None: ...
@@ -153,6 +182,60 @@ async def test_a_task_that_outlives_its_function_may_wait_for_its_aggregate() ->
     assert done[0].error is None
 
 
-@pytest.mark.parametrize("text", [None, "", "{}", "7", "nonsense", '["a"]'])
+@pytest.mark.parametrize("pin", [direct, blocking])
+async def test_a_command_whose_function_is_interrupted_is_not_acknowledged(
+    pin: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    acknowledged: list[Any] = []
+    waiting, ended = trio.Event(), trio.Event()
+
+    class Waiting:
+        async def send_and_wait(self, command: Ask) -> Any:
+            waiting.set()
+            await lent(trio.sleep_forever)
+
+    async def acknowledge(exchange: MessageExchange[Any]) -> None:
+        acknowledged.append(exchange.message.aggregate_id.id)
+
+    async def send_and_wait() -> None:
+        with pytest.raises(WaitAbandonedError):
+            await gateway.send_and_wait(Ask("a", ("b",)))
+        ended.set()
+
+    monkeypatch.setattr(MessageExchange, "acknowledge", acknowledge)
+    monkeypatch.setattr(Asking, "gateway", Waiting())
+    app = App([made(pin)])
+
+    with trio.fail_after(PATIENCE), pytest.RaisesGroup(Failed, flatten_subgroups=True, allow_unwrapped=True):
+        async with (
+            app.serving(app.runtime(executor=KeyedExecutor(workers=2), shutdown_quiet_period=0)) as gateway,
+            trio.open_nursery() as nursery,
+        ):
+            nursery.start_soon(send_and_wait)
+            await waiting.wait()
+            await gateway.send(Fail("c"))
+    assert ended.is_set()
+    assert acknowledged == []
+
+
+@pytest.mark.parametrize("text", [None, "", "{}", "7", "nonsense", '["a"]', "[[1, []]]", "[" * 100_000])
 def test_headers_that_make_no_sense_are_no_chain(text: str | None) -> None:
     assert _read(text) == ()
+
+
+async def test_a_header_that_makes_no_sense_does_not_end_the_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = App([made(blocking)])
+    monkeypatch.setattr("trio_wow.gateway._gateway.WAITS", "none")  # as another program may send it
+    async with app.serving(app.runtime(shutdown_quiet_period=0)) as gateway:
+        result = await gateway.send_and_wait(Ask("a"), headers={WAITS: "[" * 100_000})
+        assert result.error is None
+
+
+async def test_who_is_sent_a_command_with_the_headers_of_another_is_not_waited_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    app = App([made(blocking)])
+    async with app.serving(app.runtime(shutdown_quiet_period=0)) as gateway:
+        Asking.gateway = gateway
+        assert (await gateway.send_and_wait(Ask("a", ("hand on",)))).error is None
+    assert "SelfWaitError" not in caplog.text

@@ -164,7 +164,8 @@ class SelfWaitError(WowError):
 class HandlerInterruptedError(WowError):
     """A plain function's thread was waiting for something in the library when the dispatch of its item was cancelled.
 
-    Raised in the thread, in place of `trio.Cancelled`: the function should clean up and let it pass.
+    Raised in the thread, in place of `trio.Cancelled`: the function should clean up and let it pass. Where the thread
+    was waited for, it is `trio.Cancelled` again.
 
     Attributes:
         handler: the function's qualified name.

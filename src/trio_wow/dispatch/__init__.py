@@ -24,9 +24,11 @@ from trio_wow.dispatch._results import CommandWait as CommandWait
 from trio_wow.dispatch._results import StagePart as StagePart
 from trio_wow.dispatch._scheduling import GroupedScheduling as GroupedScheduling
 from trio_wow.dispatch._snapshot import SnapshotDispatcher as SnapshotDispatcher
+from trio_wow.dispatch._waits import WAITS as WAITS
 from trio_wow.dispatch._waits import waits_for as waits_for
 
 __all__ = [
+    "WAITS",
     "CatchUp",
     "CommandDispatcher",
     "CommandResults",

@@ -1,7 +1,6 @@
 """Who waits for whom: a handler that waits for a command to an aggregate up the chain would wait for itself."""
 
 import json
-from collections.abc import Sequence
 from contextvars import ContextVar
 
 from trio_wow.errors import SelfWaitError
@@ -43,12 +42,10 @@ def _read(text: str | None) -> Chain:
         return ()
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):  # the latter of a text that is deeply nested
         return ()  # anybody may write headers; the wait then ends by its timeout
     if not isinstance(found, list):
         return ()
-    return tuple(_texts(each) for each in found if isinstance(each, list))
-
-
-def _texts(parts: Sequence[object]) -> tuple[str, ...]:
-    return tuple(map(str, parts))
+    return tuple(
+        tuple(each) for each in found if isinstance(each, list) and all(isinstance(part, str) for part in each)
+    )

@@ -39,11 +39,12 @@ class ExecPoolStatistics:
 class PoolPlace:
     """One item in an `ExecPool`: it has a token, or waits for one in the queue. Made by `ExecPool.try_submit`."""
 
-    __slots__ = ("_has_token", "_is_over", "_pool", "_task", "_trio_token")
+    __slots__ = ("_has_token", "_is_lent", "_is_over", "_pool", "_task", "_trio_token")
 
     def __init__(self, pool: "ExecPool") -> None:
         self._pool = pool
         self._has_token = False
+        self._is_lent = False
         self._is_over = False
         self._task: trio.lowlevel.Task | None = None  # that waits
         self._trio_token: trio.lowlevel.TrioToken | None = None
@@ -73,8 +74,13 @@ class PoolPlace:
             if self._has_token:
                 self._has_token = False
                 pool._give_back()
+            elif self._is_lent:
+                self._is_lent = False
+                pool._lent -= 1
+                pool._tell_if_idle()
             else:
                 pool._forget(self)
+                self._wake()
 
     end = end_in_thread = release
 
@@ -83,25 +89,28 @@ class PoolPlace:
 
     @enable_ki_protection
     def lend(self) -> None:
-        """Give the token away for a while. Only with a token."""
+        """Give the token away for a while; nothing without one."""
         pool = self._pool
         with pool._lock:
+            if not self._has_token:  # to take it back was cancelled before
+                return
             self._has_token = False
+            self._is_lent = True
             pool._lent += 1
             pool._give_back()
 
     @enable_ki_protection
     async def take_back(self) -> None:
-        """Have the token again, before all that queue.
+        """Have the token again, before all that queue; nothing if it is not lent, or its function has ended.
 
         Cancellation: goes on without it.
         """
         pool = self._pool
         with pool._lock:
-            pool._lent -= 1
-            if self._is_over:  # its function has ended meanwhile
-                pool._tell_if_idle()
+            if not self._is_lent:
                 return
+            self._is_lent = False
+            pool._lent -= 1
             if pool._borrowed < pool._max_concurrency:
                 pool._borrowed += 1
                 self._has_token = True
@@ -119,7 +128,7 @@ class PoolPlace:
 
         def give_up(_: object) -> trio.lowlevel.Abort:
             with pool._lock:
-                if self._has_token:  # from another thread: the call that wakes is on its way
+                if self._task is None:  # from another thread: the call that wakes is on its way
                     return trio.lowlevel.Abort.FAILED
                 self._is_over = True
                 pool._forget(self)
@@ -132,18 +141,23 @@ class PoolPlace:
 
     def _give(self) -> bool:
         """Give it the token, if its event loop is still there."""
-        self._has_token = True
-        if self._task is None or self._trio_token is None:  # it has not begun to wait
+        self._has_token = self._wake()
+        return self._has_token
+
+    def _wake(self) -> bool:
+        """Wake who waits for it, if anybody does; return whether that can still be done."""
+        task, self._task = self._task, None
+        if task is None or self._trio_token is None:
             return True
         try:
             here: trio.lowlevel.TrioToken | None = trio.lowlevel.current_trio_token()
         except RuntimeError:
             here = None
         if here is self._trio_token:
-            trio.lowlevel.reschedule(self._task)
+            trio.lowlevel.reschedule(task)
             return True
         try:
-            self._trio_token.run_sync_soon(trio.lowlevel.reschedule, self._task)
+            self._trio_token.run_sync_soon(trio.lowlevel.reschedule, task)
         except trio.RunFinishedError:
             return False
         return True

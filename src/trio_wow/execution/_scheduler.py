@@ -160,9 +160,9 @@ class AggregateScheduler:
         if self._closed:
             raise SchedulerClosedError(self.name, "it takes no further work")
         if self._ended is None:
-            self._ended = trio.Event()
-            start = partial(self._nursery.start_soon, self._run, self._ended, name=f"scheduler {self.name}")
-            self._context.run(start)
+            ended = trio.Event()
+            self._context.run(partial(self._nursery.start_soon, self._run, ended, name=f"scheduler {self.name}"))
+            self._ended = ended  # not before: a nursery that has closed refuses
         self._send.send_nowait(_Scheduled(_Group(self.name, group), work))
 
     async def dispatch(

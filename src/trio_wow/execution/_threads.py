@@ -128,10 +128,10 @@ class Hold(Protocol):
         """Leave it to the thread, which nobody waits for any more."""
 
     def lend(self) -> None:
-        """Release it until it is taken back."""
+        """Release it until it is taken back; nothing if it is not held."""
 
     async def take_back(self) -> None:
-        """Take it again, before all others that wait for it; go on without it if that is cancelled."""
+        """Take it again, before all others that wait for it; go on without it if that is cancelled, or it has ended."""
 
 
 _call: "ContextVar[ThreadCall | None]" = ContextVar("trio_wow.execution.thread_call", default=None)
@@ -202,6 +202,7 @@ class ThreadCall:
         self._over = False
         self._scopes: set[trio.CancelScope] = set()
         self._interrupted = False
+        self._is_taking_back = False
         self.abandoned = False
         self.seconds = 0.0
 
@@ -221,8 +222,9 @@ class ThreadCall:
     async def run(self, name: str) -> object:
         """Run the function in a thread of that name; return and raise what it does. Called once.
 
-        Cancellation: `Cancelled` only after `abandon`. If the thread still runs then, what it holds is released when it
-        has ended, unless the event loop has gone before; its result is dropped, an error of it goes to the log.
+        Cancellation: `Cancelled` only after `abandon`, or when the function lets a `HandlerInterruptedError` pass. If
+            the thread still runs then, what it holds is released when it has ended, unless the event loop has gone
+            before; its result is dropped, an error of it goes to the log.
         """
         threads = self._threads
         started = threads.perf_counter()
@@ -236,6 +238,8 @@ class ThreadCall:
             if self._over:  # and the thread may have seen it abandoned, or not
                 self.abandoned = False
                 if self._error is not None:
+                    if self._is_interruption(self._error):
+                        raise
                     raise self._error from None
             else:
                 threads.abandoned += 1
@@ -246,6 +250,10 @@ class ThreadCall:
                     threads.perf_counter() - started,
                 )
                 raise
+        except Exception as error:
+            if self._is_interruption(error):
+                await trio.lowlevel.checkpoint_if_cancelled()
+            raise
         finally:
             threads.calls.remove(self)
             self._group.remove(self)
@@ -259,22 +267,37 @@ class ThreadCall:
         for scope in self._scopes:
             scope.cancel()
 
+    def _is_interruption(self, error: BaseException) -> bool:
+        """Whether it has let pass what the thread got in place of the cancellation, and nothing else."""
+        if isinstance(error, BaseExceptionGroup):
+            return all(map(self._is_interruption, error.exceptions))
+        return self._interrupted and isinstance(error, HandlerInterruptedError)
+
     async def lend(self, waits: Callable[[], Awaitable[T]]) -> T:
         """Await what the thread waits for, while it lends what it holds."""
         hold, scope = self._hold, trio.CancelScope()
         if self._interrupted:
             scope.cancel()
         self._scopes.add(scope)
-        if len(self._scopes) == 1 and hold is not None:
+        if len(self._scopes) == 1 and not self._is_taking_back and hold is not None:
             hold.lend()
         try:
             with scope:
                 return await waits()
         finally:
             self._scopes.remove(scope)
-            if not self._scopes and hold is not None:
-                await hold.take_back()
+            if not self._scopes and not self._is_taking_back and hold is not None:
+                await self._take_back(hold)
         raise HandlerInterruptedError(self._profile.name)
+
+    async def _take_back(self, hold: Hold) -> None:
+        self._is_taking_back = True
+        try:
+            await hold.take_back()
+        finally:
+            self._is_taking_back = False
+            if self._scopes:  # of a wait that has begun meanwhile, beside this one
+                hold.lend()
 
     def _work(self) -> None:
         threads, context, function = self._threads, self._context, self._function

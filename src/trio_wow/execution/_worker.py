@@ -43,12 +43,13 @@ class WorkerHold:
         outside: the cancel status outside the handler's own scopes.
     """
 
-    __slots__ = ("_outside", "_owner", "_worker", "task")
+    __slots__ = ("_has_ended", "_outside", "_owner", "_worker", "task")
 
     def __init__(self, worker: "Worker", owner: _Named, task: trio.lowlevel.Task, outside: _CancelStatus) -> None:
         self._worker = worker
         self._owner = owner
         self._outside = outside
+        self._has_ended = False
         self.task = task
 
     @property
@@ -76,9 +77,12 @@ class WorkerHold:
 
     def end(self) -> None:
         """See `Hold`."""
+        self._has_ended = True
         self._worker.release(self)
 
-    lend = end
+    def lend(self) -> None:
+        """See `Hold`."""
+        self._worker.release(self)
 
     def end_in_thread(self) -> None:
         """See `Hold`. Workers belong to the event loop."""
@@ -91,11 +95,13 @@ class WorkerHold:
     async def take_back(self) -> None:
         """See `Hold`."""
         worker = self._worker
-        while worker.holder is not None:
+        while not self._has_ended and worker.holder is not self:
+            if worker.holder is None:
+                worker.hold(self)
+                return
             if worker.abandoned or self._outside.effectively_cancelled:
                 return
             await worker.wait_free(self._outside)
-        worker.hold(self)
 
 
 class Worker:

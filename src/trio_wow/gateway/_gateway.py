@@ -9,7 +9,7 @@ import trio
 from attrs import evolve
 
 from trio_wow.buses import CommandBus
-from trio_wow.dispatch import CommandResults, waits_for
+from trio_wow.dispatch import WAITS, CommandResults, waits_for
 from trio_wow.domain import Domain
 from trio_wow.errors import AdmissionClosedError, NoSubscriberError, RuntimeStateError, StageUnavailableError
 from trio_wow.execution import lent
@@ -64,7 +64,7 @@ class CommandGateway:
                 `None`.
             request_id: names what is wanted: an aggregate stores the events of one request once. By default a new one.
             tenant: the tenant who sends it.
-            headers: copied.
+            headers: copied, but for `wow-waits`.
             expected_version: the version at which the aggregate must be, or the command fails with
                 `ExpectedVersionError`; 0 for one to which nothing has happened. `None` for any.
 
@@ -224,9 +224,12 @@ class CommandGateway:
         expected_version: int | None,
     ) -> CommandMessage:
         self._check_admission()
-        return self._domain.command_message(
+        message = self._domain.command_message(
             command, request_id=request_id, tenant=tenant, headers=headers, expected_version=expected_version
         )
+        if WAITS in message.headers:  # of a message whose headers are handed on: who waits for that does not for this
+            message = evolve(message, headers={k: v for k, v in message.headers.items() if k != WAITS})
+        return message
 
     def _check_admission(self) -> None:
         admission = self._admission
