@@ -224,7 +224,7 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
         function = aggregate.model.command_function(type(message.body))
         aggregate.model.check_life(message.body, message.aggregate_id, aggregate.version, deleted=aggregate.deleted)
         _check_version(message, aggregate.version)
-        decided = await self._call(function, message, aggregate.state, message.body)
+        decided = await self._call(function, message, aggregate.state_to_read(), message.body)
         events = aggregate.model.events_of(message.body, decided)
         deciding.value = aggregate.serializer.plain(decided.value) if isinstance(decided, Reply) else None
         if not events:

@@ -52,7 +52,7 @@ def _copied(state: Any) -> Any:
 
 @define
 class LoadedAggregate:
-    """One aggregate's state in memory, for one command: thrown away whatever comes of it.
+    """One aggregate's state in memory, for one command.
 
     Attributes:
         id: the aggregate.
@@ -77,6 +77,17 @@ class LoadedAggregate:
             Exception: the state cannot be copied.
         """
         return LoadedAggregate(self.id, self.model, _copied(self.state), self.version, self.serializer, self.deleted)
+
+    def state_to_read(self) -> Any:
+        """Return a copy of the state, for a function that decides.
+
+        What the function does to it, caches in it or takes out of it for its events has then no part in the state that
+        is published and kept. A state that cannot be copied is returned itself; nor is such a one kept.
+        """
+        try:
+            return _copied(self.state)
+        except Exception:
+            return self.state
 
     def advance(self, command: CommandMessage, events: tuple[object, ...]) -> DomainEventStream:
         """Apply what was decided, and return it as the aggregate's next stream.
