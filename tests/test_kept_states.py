@@ -225,7 +225,7 @@ async def test_commands_see_the_state_and_not_what_a_function_has_spoilt(cls: ty
     assert [stream.events for stream in streams] == [(Added("t0"),), (Added("t1"),), (Added("t2"),)]
 
 
-@pytest.mark.parametrize("cls", [Careless, Caching])
+@pytest.mark.parametrize("cls", [Careless, CachingInSlots, Caching])
 async def test_nothing_that_a_function_does_to_a_state_is_kept(cls: type) -> None:
     app = App([cls])
     async with app.serving(app.runtime(signals=False, shutdown_quiet_period=0)) as gateway:

@@ -31,6 +31,8 @@ _ATOMS = frozenset({bool, bytes, date, datetime, Decimal, float, int, NoneType, 
 def _is_plain(cls: Any) -> bool:
     """Whether the attributes of an instance are all that there is to copy."""
     ways = ("__deepcopy__", "__copy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__new__")
+    if hasattr(cls, "__getattr__"):
+        return False  # to look at the slots would fill those of cached properties
     own = (getattr(cls, way, None) for way in ways if getattr(cls, way, None) is not getattr(object, way, None))
     return all(getattr(way, "__name__", "").startswith("slots_") for way in own)  # those that attrs has made
 
