@@ -1,6 +1,7 @@
 """States that a repository keeps between commands: always the caller's own copy, never behind the store."""
 
 from datetime import datetime
+from functools import cached_property
 from threading import Lock
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import trio
 from attrs import define, evolve, field, frozen
 
-from trio_wow import App, aggregate, on_command, on_sourcing
+from trio_wow import App, Reply, Stage, aggregate, on_command, on_event, on_sourcing, projection
 from trio_wow.domain import Domain
 from trio_wow.errors import TenantMismatchError
 from trio_wow.eventsourcing import AggregateRepository, InMemoryEventStore
@@ -65,6 +66,99 @@ class Locked:
     @on_sourcing
     def added(self, event: Added) -> None:
         self.texts.append(event.text)
+
+
+@frozen
+class Drain:
+    id: str
+
+
+@frozen
+class Drained:
+    texts: list[str]
+
+
+@aggregate(context="numbers")
+@define
+class Careless:
+    id: str
+    count: int = 0
+
+    @on_command
+    def add(self, command: Add) -> Reply[Added, int]:
+        self.count += 1  # which it must not
+        return Reply(Added(command.text), self.count)
+
+    @on_sourcing
+    def added(self, event: Added) -> None:
+        self.count += 1
+
+
+class _Caching:
+    count: int
+
+    @on_command
+    def add(self, command: Add) -> Reply[Added, int]:
+        return Reply(Added(command.text), self.count_after)  # type: ignore[attr-defined]
+
+    @on_sourcing
+    def added(self, event: Added) -> None:
+        self.count += 1
+
+
+@aggregate(context="numbers")
+@define
+class CachingInSlots(_Caching):
+    id: str
+    count: int = 0
+
+    @cached_property
+    def count_after(self) -> int:
+        return self.count + 1
+
+
+@aggregate(context="numbers")
+@define(slots=False)
+class Caching(_Caching):
+    id: str
+    count: int = 0
+
+    @cached_property
+    def count_after(self) -> int:
+        return self.count + 1
+
+
+@aggregate(context="lists")
+@define
+class Drains:
+    id: str
+    texts: list[str] = field(factory=list)
+
+    @on_command
+    def add(self, command: Add) -> Added:
+        return Added(command.text)
+
+    @on_command
+    def drain(self, command: Drain) -> Drained:
+        return Drained(self.texts)
+
+    @on_sourcing
+    def added(self, event: Added) -> None:
+        self.texts.append(event.text)
+
+    @on_sourcing
+    def drained(self, event: Drained) -> None:
+        self.texts.clear()
+
+
+@projection
+class Seen:
+    def __init__(self) -> None:
+        self.drained: list[list[str]] = []
+
+    @on_event
+    def on_drained(self, event: Drained) -> None:
+        self.drained.append(list(event.texts))
 
 
 class Counting(InMemoryEventStore):
@@ -129,6 +223,23 @@ async def test_commands_see_the_state_and_not_what_a_function_has_spoilt(cls: ty
                 (await gateway.send_and_wait(Spoil("a"))).raise_for_error()
     streams = await app.store.load(domain.aggregates[0].aggregate_id("a"))
     assert [stream.events for stream in streams] == [(Added("t0"),), (Added("t1"),), (Added("t2"),)]
+
+
+@pytest.mark.parametrize("cls", [Careless, CachingInSlots, Caching])
+async def test_nothing_that_a_function_does_to_a_state_is_kept(cls: type) -> None:
+    app = App([cls])
+    async with app.serving(app.runtime(signals=False, shutdown_quiet_period=0)) as gateway:
+        values = [(await gateway.send_and_wait(Add("a", "t"))).value for _ in range(3)]
+    assert values == [1, 2, 3]
+
+
+async def test_an_event_is_published_as_it_is_stored_though_it_holds_a_part_of_the_state() -> None:
+    seen = Seen()
+    app = App([Drains], [seen])
+    async with app.serving(app.runtime(signals=False, shutdown_quiet_period=0)) as gateway:
+        await gateway.send_and_wait(Add("a", "t"))
+        await gateway.send_and_wait(Drain("a"), until=Stage.PROJECTED)
+    assert seen.drained == [["t"]]
 
 
 async def test_a_state_that_cannot_be_copied_is_made_from_events() -> None:

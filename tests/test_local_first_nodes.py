@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support import collect, interleaving
 from trio.testing import wait_all_tasks_blocked
 
-from trio_wow import App, DomainEvent, Settings, event_processor, on_event, on_state_event
+from trio_wow import App, DomainEvent, Settings, Stage, event_processor, on_event, on_state_event, projection
 from trio_wow.buses import (
     DistributedBuses,
     InMemoryCommandBus,
@@ -51,6 +51,17 @@ class States:
     @on_state_event
     def stepped(self, state: Chain) -> None:
         pass
+
+
+@projection
+class SlowView:
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    @on_event
+    async def stepped(self, event: Stepped) -> None:
+        await trio.sleep(1)
+        self.steps.append(event.number)
 
 
 class Gate:
@@ -462,6 +473,34 @@ class TestApp:
                 assert [event.number for each in streams for event in each.events] == [0, 1, 2]
             assert commands.is_done
             assert events.is_done
+
+    async def test_a_wait_for_a_projection_is_for_this_nodes_though_the_other_was_first(
+        self, autojump_clock: trio.testing.MockClock
+    ) -> None:
+        store = InMemoryEventStore(DOMAIN.serializer)
+        commands, events = Network(node_of=lambda _: "B"), Network(node_of=lambda _: "A")
+        gate, shown = Gate(), SlowView()
+        gate.close()
+
+        async def hold(handling: Handling, proceed: Handler) -> object:
+            return await (gate(handling, proceed) if handling.dispatcher == "command-dispatcher" else proceed(handling))
+
+        def app(name: str, view: SlowView, *filters: Any) -> App:
+            buses = DistributedBuses(commands=commands.bus(name), events=events.bus(name))
+            return App(DOMAIN, [view], store=store, filters=filters, distributed=buses, settings=Settings())
+
+        async with app("A", shown, hold).serving() as a, app("B", SlowView()).serving():
+            async with trio.open_nursery() as nursery:
+
+                async def send_and_look() -> None:
+                    result = await a.send_and_wait(Step("a"), until=Stage.PROJECTED)
+                    assert (result.stage, result.error) == (Stage.PROJECTED, None)
+                    assert shown.steps == [0]
+
+                nursery.start_soon(send_and_look)
+                await trio.sleep(5)
+                assert len(await store.load(AggregateId("chains", "chain", "a"))) == 1  # by B
+                gate.opened.set()
 
     async def test_a_sagas_event_does_not_wait_for_results_that_another_node_may_have(self) -> None:
         commands = Network()

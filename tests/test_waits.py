@@ -54,10 +54,20 @@ class Asked:
     headers: str
 
 
+async def follow(command: object) -> Any:
+    async with Asking.gateway.stream(command, timeout=PATIENCE / 2) as signals:
+        return [result async for result in signals][-1]
+
+
+async def send_and_wait(command: object) -> Any:
+    return await Asking.gateway.send_and_wait(command)
+
+
 class Asking:
     """Where the functions find the gateway of the test."""
 
     gateway: Any = None
+    way: Callable[[Any], Any] = staticmethod(send_and_wait)
     barrier: threading.Barrier | None = None
 
 
@@ -65,7 +75,7 @@ def ask(command: Ask) -> None:
     if command.others:
         if Asking.barrier is not None:
             Asking.barrier.wait(PATIENCE)
-        result = trio.from_thread.run(Asking.gateway.send_and_wait, Ask(command.others[0], command.others[1:]))
+        result = trio.from_thread.run(Asking.way, Ask(command.others[0], command.others[1:]))
         result.raise_for_error()
 
 
@@ -107,6 +117,10 @@ def made(pin: Callable[[Any], Any]) -> type:
 
 @pytest.mark.parametrize("pin", [direct, blocking])
 class TestThreads:
+    @pytest.fixture(params=[send_and_wait, follow], autouse=True)
+    def way(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Asking, "way", staticmethod(request.param))
+
     async def test_fs11_two_that_wait_for_two_others_of_their_kind_do_not_lock(
         self, pin: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -182,6 +182,8 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
         if state is not None and self._state_events is not None:
             await self._publish_state(state, self._state_events)
         handling.outcome = Outcome.HANDLED
+        if state is None and stream is not None and error is None:
+            state = await self._led_to(stream)
         handling.stored = state
         handling.result = CommandResult(
             command_id=message.id,
@@ -216,6 +218,15 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
             raise TenantMismatchError(message.aggregate_id, message.aggregate_id.tenant)
         return stream
 
+    async def _led_to(self, stream: DomainEventStream) -> StateEvent[Any] | None:
+        """Return what another delivery of a command has led to: its events are published here once more."""
+        try:
+            loaded = await self._repository.load(stream.aggregate_id, version=stream.version)
+        except Exception:
+            _log.warning("the state after %s cannot be loaded", stream, exc_info=True)
+            return None
+        return StateEvent(stream, loaded.state, loaded.deleted)
+
     async def _decide_and_append(self, handling: Handling) -> None:
         handling.attempts += 1
         deciding = cast("_Deciding", handling)
@@ -224,7 +235,7 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
         function = aggregate.model.command_function(type(message.body))
         aggregate.model.check_life(message.body, message.aggregate_id, aggregate.version, deleted=aggregate.deleted)
         _check_version(message, aggregate.version)
-        decided = await self._call(function, message, aggregate.state, message.body)
+        decided = await self._call(function, message, aggregate.state_to_read(), message.body)
         events = aggregate.model.events_of(message.body, decided)
         deciding.value = aggregate.serializer.plain(decided.value) if isinstance(decided, Reply) else None
         if not events:

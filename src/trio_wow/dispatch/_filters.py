@@ -65,7 +65,7 @@ class Handling:
         outcome: what has become of the message, when it has been handled, and around the message as a whole.
         acknowledged: whether it has been acknowledged.
         result: of a command that has been handled, around the message as a whole.
-        stored: what that command has led to; `None` when it has led to nothing new.
+        stored: what that command has led to, in this delivery or a former one; `None` for nothing, or not known.
     """
 
     dispatcher: str

@@ -10,6 +10,7 @@ import trio
 from attrs import evolve, field, frozen
 
 from trio_wow.errors import WaitAbandonedError, WaitTimeoutError
+from trio_wow.execution import lent
 from trio_wow.messages import CommandError, CommandResult, Stage, StateEvent
 
 __all__ = ["CommandResults", "CommandWait", "StagePart"]
@@ -122,11 +123,11 @@ class CommandWait:
         Raises:
             WaitTimeoutError: the last one has not come in time.
             WaitAbandonedError: the runtime has ended, or is ending, before the last one came.
+            HandlerInterruptedError: (in a thread, which lends its worker meanwhile) the message was cancelled.
         """
         await trio.lowlevel.checkpoint()
-        with trio.move_on_at(self.deadline):
-            while not self._signals and not self._ended:
-                await self._park()
+        if not self._signals and not self._ended:
+            await lent(self._wait_for_next)
         if self._signals:
             return self._signals.popleft()
         if self._abandoned:
@@ -134,6 +135,11 @@ class CommandWait:
         if self._ended:
             raise StopAsyncIteration
         raise self.timed_out()
+
+    async def _wait_for_next(self) -> None:
+        with trio.move_on_at(self.deadline):
+            while not self._signals and not self._ended:
+                await self._park()
 
     async def _park(self) -> None:
         def abort(_: object) -> trio.lowlevel.Abort:

@@ -31,6 +31,8 @@ _ATOMS = frozenset({bool, bytes, date, datetime, Decimal, float, int, NoneType, 
 def _is_plain(cls: Any) -> bool:
     """Whether the attributes of an instance are all that there is to copy."""
     ways = ("__deepcopy__", "__copy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__new__")
+    if hasattr(cls, "__getattr__"):
+        return False  # to look at the slots would fill those of cached properties
     own = (getattr(cls, way, None) for way in ways if getattr(cls, way, None) is not getattr(object, way, None))
     return all(getattr(way, "__name__", "").startswith("slots_") for way in own)  # those that attrs has made
 
@@ -52,7 +54,7 @@ def _copied(state: Any) -> Any:
 
 @define
 class LoadedAggregate:
-    """One aggregate's state in memory, for one command: thrown away whatever comes of it.
+    """One aggregate's state in memory, for one command.
 
     Attributes:
         id: the aggregate.
@@ -77,6 +79,17 @@ class LoadedAggregate:
             Exception: the state cannot be copied.
         """
         return LoadedAggregate(self.id, self.model, _copied(self.state), self.version, self.serializer, self.deleted)
+
+    def state_to_read(self) -> Any:
+        """Return a copy of the state, for a function that decides.
+
+        What the function does to it, caches in it or takes out of it for its events has then no part in the state that
+        is published and kept. A state that cannot be copied is returned itself; nor is such a one kept.
+        """
+        try:
+            return _copied(self.state)
+        except Exception:
+            return self.state
 
     def advance(self, command: CommandMessage, events: tuple[object, ...]) -> DomainEventStream:
         """Apply what was decided, and return it as the aggregate's next stream.

@@ -130,9 +130,7 @@ class CommandGateway:
         Cancellation: the command may have been sent, and is then handled all the same; nothing waits for it any more.
         """
         self._check_wait(until, timeout)
-        message = self._message(command, request_id, tenant, headers, expected_version)
-        if until is not Stage.SENT and self._admission is not None and self._admission.is_inside():
-            message = evolve(message, headers={**message.headers, **waits_for(message.aggregate_id)})
+        message = self._waited_for(self._message(command, request_id, tenant, headers, expected_version), until)
 
         async def send_and_wait() -> CommandResult:
             with self.results.expecting(message.id, until, timeout) as wait:
@@ -178,13 +176,14 @@ class CommandGateway:
         Raises:
             WaitTimeoutError: on entering, it could not be sent in time; from the iterator, `until` was not reached.
             WaitAbandonedError: from the iterator, the runtime stopped first.
+            HandlerInterruptedError: (in a thread) from the iterator, as for `send_and_wait`.
             WowError: on entering, as for `send_and_wait`; so are `ValueError` and `TypeError`.
 
         Cancellation: as for `send_and_wait`. Leaving the block early ends the waiting, not the command.
         Ordering: `SENT`, `PROCESSED`, then the others as they are reached, each at most once.
         """
         self._check_wait(until, timeout)
-        message = self._message(command, request_id, tenant, headers, expected_version)
+        message = self._waited_for(self._message(command, request_id, tenant, headers, expected_version), until)
         with self.results.expecting(message.id, until, timeout, each=True) as wait:
             with trio.move_on_at(wait.deadline) as sending:
                 wait.sent(await self._send(message))
@@ -229,6 +228,11 @@ class CommandGateway:
         )
         if WAITS in message.headers:  # of a message whose headers are handed on: who waits for that does not for this
             message = evolve(message, headers={k: v for k, v in message.headers.items() if k != WAITS})
+        return message
+
+    def _waited_for(self, message: CommandMessage, until: Stage) -> CommandMessage:
+        if until is not Stage.SENT and self._admission is not None and self._admission.is_inside():
+            return evolve(message, headers={**message.headers, **waits_for(message.aggregate_id)})
         return message
 
     def _check_admission(self) -> None:
