@@ -31,12 +31,13 @@ from trio_wow import (
     saga,
 )
 from trio_wow.adapters.sqlite import SqliteStore
-from trio_wow.dispatch import FunctionRegistry
+from trio_wow.buses import InMemoryCommandBus, InMemoryDomainEventBus
+from trio_wow.dispatch import CommandDispatcher, FunctionRegistry, Handling
 from trio_wow.domain import Domain
 from trio_wow.errors import ShutdownDeadlineError, WaitAbandonedError
 from trio_wow.eventsourcing import InMemoryEventStore
-from trio_wow.execution import ExecPool, blocking, direct, inline
-from trio_wow.runtime import Runtime
+from trio_wow.execution import ExecPool, blocking, direct, inline, synchronous
+from trio_wow.runtime import Runtime, RuntimeContext
 
 pytestmark = pytest.mark.adaptive
 
@@ -395,3 +396,32 @@ def lambda_of(called: list[str], name: str) -> Callable[[object, Done], None]:
         called.append(name)
 
     return function
+
+
+@pytest.mark.parametrize("pin", [lambda function: function, direct, blocking])
+async def test_one_message_can_be_handled_on_the_loop_alone(pin: Callable[[Any], Any]) -> None:
+    on_the_loop: list[bool] = []
+
+    def decide(self: object, command: Do) -> Done:
+        on_the_loop.append(trio.lowlevel.in_trio_task())
+        return Done()
+
+    @aggregate(context="here")
+    @define
+    class Here:
+        id: str
+        do = on_command(pin(decide))
+
+        @on_sourcing
+        def done(self, event: Done) -> None: ...
+
+    domain = Domain([Here])
+    store = InMemoryEventStore(domain.serializer)
+    dispatcher = CommandDispatcher(domain, InMemoryCommandBus(), store, InMemoryDomainEventBus())
+    async with trio.open_nursery() as nursery:
+        await dispatcher.prepare(RuntimeContext(nursery))
+        with synchronous():
+            assert await dispatcher.handle(Handling(dispatcher.name, domain.command_message(Do("a"))))
+        assert await dispatcher.handle(Handling(dispatcher.name, domain.command_message(Do("a"))))
+    assert on_the_loop == [True, False]
+    assert len(await store.read_all(0, 9)) == 2
