@@ -527,7 +527,7 @@ class TestProcessors:
                 "component projection-dispatcher",
                 "component saga-dispatcher",
             ]
-            assert set(app._events._topics["chains"].groups) == {"projection-dispatcher", "saga-dispatcher"}
+            assert set(app.events._topics["chains"].groups) == {"projection-dispatcher", "saga-dispatcher"}
 
     async def test_a_projection_sees_each_aggregates_events_in_version_order(self, autojump_clock: MockClock) -> None:
         for seed in range(20):
@@ -759,7 +759,7 @@ class TestStop:
                 raise RuntimeError("no bus")
 
         app = App([Chain], [Steps()])
-        app._events = Failing()
+        app.events = Failing()
         with pytest.raises(ExceptionGroup) as caught:
             async with app.serving(app.runtime(signals=False)):
                 raise AssertionError("must not get here")
