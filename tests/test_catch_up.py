@@ -248,7 +248,7 @@ class TestMemory:
             lease = runtime._admission.try_acquire()
             assert lease is not None
             with lease:
-                await app._events.send(stepped("a", 1, 1))
+                await app.events.send(stepped("a", 1, 1))
             await wait_all_tasks_blocked()
 
         async def second_page() -> None:  # the first is the one that the checkpoints are moved over

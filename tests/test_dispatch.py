@@ -527,7 +527,7 @@ class TestProcessors:
                 "component projection-dispatcher",
                 "component saga-dispatcher",
             ]
-            topics = app._events._topics  # type: ignore[attr-defined]
+            topics = app.events._topics  # type: ignore[attr-defined]
             assert set(topics["chains"].groups) == {"projection-dispatcher", "saga-dispatcher"}
 
     async def test_a_projection_sees_each_aggregates_events_in_version_order(self, autojump_clock: MockClock) -> None:
@@ -760,7 +760,7 @@ class TestStop:
                 raise RuntimeError("no bus")
 
         app = App([Chain], [Steps()])
-        app._events = Failing()
+        app.events = Failing()
         with pytest.raises(ExceptionGroup) as caught:
             async with app.serving(app.runtime(signals=False)):
                 raise AssertionError("must not get here")

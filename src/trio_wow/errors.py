@@ -19,6 +19,8 @@ __all__ = [
     "CommandFailedError",
     "CommandRejectedError",
     "ConfigurationError",
+    "ConnectionLostError",
+    "ConnectionRefusedByServerError",
     "DuplicateRequestIdError",
     "ExecutorClosedError",
     "ExpectedVersionError",
@@ -29,6 +31,7 @@ __all__ = [
     "InvalidCommandError",
     "InvalidIdentifierError",
     "NoSubscriberError",
+    "RemoteError",
     "RuntimeStateError",
     "SchedulerClosedError",
     "SelfWaitError",
@@ -754,3 +757,52 @@ class WaitAbandonedError(WowError):
         )
         self.command_id = command_id
         self.reached = reached
+
+
+class ConnectionLostError(WaitAbandonedError):
+    """The connection to a remote gateway is gone. Send the command again with its request ID: it has effect once.
+
+    Attributes:
+        request_id: of the command.
+        reason: how the connection ended.
+    """
+
+    def __init__(self, command_id: str, request_id: str, reached: str | None, reason: str) -> None:
+        WowError.__init__(
+            self,
+            f"the connection was lost ({reason}) while command {command_id} was waited for; "
+            + (f"it reached {reached}; " if reached else "")
+            + f"if in doubt, send it again with its request ID {request_id!r}",
+        )
+        self.command_id = command_id
+        self.reached = reached
+        self.request_id = request_id
+        self.reason = reason
+
+
+class ConnectionRefusedByServerError(WowError):
+    """A connection to a remote gateway could not be opened. Nothing was sent.
+
+    Attributes:
+        url: of the gateway.
+        status: of the server's HTTP answer: 401 not authenticated, 503 not yet or no more; `None` if it gave none.
+    """
+
+    def __init__(self, url: str, reason: str, status: int | None = None) -> None:
+        super().__init__(f"{url} cannot be connected to: {reason}")
+        self.url = url
+        self.status = status
+
+
+class RemoteError(WowError):
+    """A remote gateway refused something for a reason that has no class of its own here.
+
+    Attributes:
+        code: the name of the error's class there.
+        field: the path of the field at fault, or `None`.
+    """
+
+    def __init__(self, code: str, text: str, field: str | None = None) -> None:
+        super().__init__(f"{code}: {text}" + (f" ({field})" if field else ""))
+        self.code = code
+        self.field = field

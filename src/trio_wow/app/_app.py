@@ -95,6 +95,7 @@ class App:
         function_filters: as given.
         failures: is told of what has failed for good.
         gateway: sends commands to the runtime that is running.
+        events: the bus on which its events are published.
 
     Raises:
         ConfigurationError: aggregates or processors do not fit together.
@@ -127,7 +128,7 @@ class App:
         snapshots = self.store if isinstance(self.store, SnapshotStore) else InMemorySnapshotStore()
         self.repository = AggregateRepository(self.domain, self.store, snapshots, cached=cached)
         self._distributed = distributed if distributed is not None else DistributedBuses()
-        self._commands, self._events, self._state_events = _buses(self._distributed)
+        self._commands, self.events, self._state_events = _buses(self._distributed)
         self._results = CommandResults()
         self._catch_up = CatchUp(self.store, self.store if isinstance(self.store, CheckpointStore) else None)
         self.gateway = CommandGateway(self.domain, self._commands, results=self._results)
@@ -140,6 +141,7 @@ class App:
         self._scheduling = scheduling
         self._max_hops = max_hops
         self._processors = list(processors)
+        self._gateways: list[RuntimeComponent] = []
         self._registry = FunctionRegistry(
             self.domain,
             services=services,
@@ -173,7 +175,7 @@ class App:
         """Return a new runtime of this application. Serve one at a time.
 
         Its components are, in this order: the store, if it is one, the dispatchers of commands, events, projections,
-        sagas and snapshots, as far as there is something for them to do, and the gateway.
+        sagas and snapshots, as far as there is something for them to do, the gateway, and those of `add_gateway`.
 
         Args:
             executor: used instead of one made by the settings.
@@ -202,6 +204,10 @@ class App:
             shutdown_quiet_period=shutdown.quiet_period if shutdown_quiet_period is None else shutdown_quiet_period,
             signals=signals,
         )
+
+    def add_gateway(self, gateway: RuntimeComponent) -> None:
+        """Let runtimes that are made from now on have a further way in. It starts last and stops first."""
+        self._gateways.append(gateway)
 
     async def retry_failure(self, id: str) -> bool:
         """Try a failed execution again in the runtime that is running; see `FailureRetries.retry`."""
@@ -242,7 +248,7 @@ class App:
             runtime.request_stop()
 
     def _components(self) -> list[RuntimeComponent]:
-        domain, commands, events, states = self.domain, self._commands, self._events, self._state_events
+        domain, commands, events, states = self.domain, self._commands, self.events, self._state_events
         registry = self._registry
         kinds = {processor_model(each).kind for each in self._processors}
         with_states = any(registry.on_states(kind) for kind in kinds)
@@ -296,8 +302,7 @@ class App:
                     signals=self._results,
                 )
             )
-        components.append(self.gateway)
-        return components
+        return [*components, self.gateway, *self._gateways]
 
 
 def _buses(distributed: DistributedBuses) -> tuple[CommandBus, DomainEventBus, StateEventBus]:

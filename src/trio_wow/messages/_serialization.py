@@ -1,7 +1,7 @@
 """The stored form of messages: versioned JSON."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from datetime import datetime
 from decimal import Decimal
@@ -96,6 +96,43 @@ class Serializer:
         except Exception as error:
             raise SerializationError(f"{_shown(value)} cannot be kept as JSON: {error}") from error
         return back
+
+    def dump_body(self, body: object) -> bytes:
+        """Write a body with its name and revision, as a JSON object of `name`, `revision` and `body`.
+
+        Raises:
+            SerializationError: it would not come back as it was.
+            UnknownMessageTypeError: its class is not registered.
+        """
+        return orjson.dumps(self._body(body, None))
+
+    def load_body(self, form: Mapping[str, object], source: str) -> object:
+        """Read a body that somebody else has written.
+
+        Args:
+            form: what `dump_body` wrote, parsed. Without a `revision` it is of the one known here.
+            source: where it comes from, for errors.
+
+        Raises:
+            SerializationError: it is not such a form, does not fit its class, or would lose something in it: a field
+                that the class has not, a fraction in a whole number.
+            UnknownMessageTypeError: its name is not registered.
+        """
+        name, body = form.get("name"), form.get("body")
+        if not isinstance(name, str):
+            raise SerializationError(f"name of {source} must be text, not {_shown(name)}")
+        if not isinstance(body, dict):
+            raise SerializationError(f"body of {source} must be an object, not {_shown(body)}")
+        known = self._types.find(name, source)[1].revision
+        revision = form.get("revision", known)
+        if type(revision) is not int or revision < 1:
+            raise SerializationError(f"revision of {source} must be a positive int, not {_shown(revision)}")
+        loaded = self._load_body({"name": name, "revision": revision, "body": dict(body)}, source)
+        # Bodies of older revisions have another shape on purpose.
+        lost = _lost_in(body, self._converter.unstructure(loaded), "body") if revision == known else None
+        if lost is not None:
+            raise SerializationError(f"{source} holds a {name!r} that is not kept whole: {lost}")
+        return loaded
 
     def dump_stream(self, stream: DomainEventStream) -> bytes:
         """Write a stream.
@@ -301,6 +338,22 @@ def _parts(was: Any, came: Any, where: str) -> Iterator[tuple[Any, Any, str]]:
         if isinstance(was, dict):
             for key, one in was.items():
                 yield one, came.get(key), f"{where}[{key!r}]"
+
+
+def _lost_in(form: object, kept: object, where: str) -> str | None:
+    """Say what of a JSON value is not in what it was read as. Text may be anything: a date, a decimal number."""
+    if isinstance(form, dict) and isinstance(kept, dict):
+        for key, value in form.items():
+            if key not in kept:
+                return f"there is no {where}.{key}"
+            if (lost := _lost_in(value, kept[key], f"{where}.{key}")) is not None:
+                return lost
+        return None
+    if isinstance(form, list) and isinstance(kept, list | tuple) and len(form) == len(kept):
+        pairs = zip(form, kept, strict=True)
+        return next((lost for n, pair in enumerate(pairs) if (lost := _lost_in(*pair, f"{where}[{n}]"))), None)
+    number = isinstance(form, int | float) and isinstance(kept, int | float)
+    return f"{where}={_shown(form)} is read as {_shown(kept)}" if number and form != kept else None
 
 
 def _shown(value: object) -> str:
