@@ -16,7 +16,20 @@ from trio_wow.execution import lent
 from trio_wow.messages import DEFAULT_TENANT, CommandMessage, CommandResult, Stage
 from trio_wow.runtime import Admission, RuntimeContext
 
-__all__ = ["CommandGateway"]
+__all__ = ["CommandGateway", "check_wait"]
+
+
+def check_wait(until: Stage, timeout: float) -> None:
+    """Refuse a wait that no gateway could keep.
+
+    Raises:
+        TypeError: `until` is no `Stage`.
+        ValueError: `timeout` is not a positive number of seconds.
+    """
+    if not isinstance(until, Stage):
+        raise TypeError(f"until must be a Stage, not {until!r}")
+    if not 0 < timeout <= inf:
+        raise ValueError(f"timeout must be a positive number of seconds, not {timeout!r}")
 
 
 class CommandGateway:
@@ -241,10 +254,7 @@ class CommandGateway:
             raise AdmissionClosedError(self.name)
 
     def _check_wait(self, until: Stage, timeout: float) -> None:
-        if not isinstance(until, Stage):
-            raise TypeError(f"until must be a Stage, not {until!r}")
-        if not 0 < timeout <= inf:
-            raise ValueError(f"timeout must be a positive number of seconds, not {timeout!r}")
+        check_wait(until, timeout)
         if not self.results.serves(until):
             self._check_admission()  # before a runtime has run, nobody tells of anything
             raise StageUnavailableError(until.name)

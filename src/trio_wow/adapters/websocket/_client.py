@@ -28,6 +28,7 @@ from trio_wow.errors import (
     WaitTimeoutError,
     WowError,
 )
+from trio_wow.gateway import check_wait
 from trio_wow.messages import DEFAULT_TENANT, CommandMessage, CommandResult, Stage
 
 __all__ = ["WebsocketCommandGateway", "open_websocket_gateway"]
@@ -148,7 +149,7 @@ class WebsocketCommandGateway:
         expected_version: int | None = None,
     ) -> CommandResult:
         """See `CommandGateway.send_and_wait` and the class."""
-        _check_wait(until, timeout)
+        check_wait(until, timeout)
         message = self._message(command, request_id, tenant, headers, expected_version)
         async with self._exchanging(message, until, timeout) as exchange:
             while not is_last(result := await anext(exchange), until):
@@ -168,7 +169,7 @@ class WebsocketCommandGateway:
         expected_version: int | None = None,
     ) -> AsyncGenerator[AsyncIterator[CommandResult], None]:
         """See `CommandGateway.stream` and the class."""
-        _check_wait(until, timeout)
+        check_wait(until, timeout)
         message = self._message(command, request_id, tenant, headers, expected_version)
         async with self._exchanging(message, until, timeout) as exchange:
             exchange.first = await anext(exchange)
@@ -279,13 +280,6 @@ class WebsocketCommandGateway:
     def _lost_for(self, exchange: _Exchange) -> ConnectionLostError:
         message = exchange.message
         return ConnectionLostError(message.id, message.request_id, exchange.reached, self._lost or "it was closed")
-
-
-def _check_wait(until: Stage, timeout: float) -> None:
-    if not isinstance(until, Stage):
-        raise TypeError(f"until must be a Stage, not {until!r}")
-    if not 0 < timeout <= inf:
-        raise ValueError(f"timeout must be a positive number of seconds, not {timeout!r}")
 
 
 @asynccontextmanager
