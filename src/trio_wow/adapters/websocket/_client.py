@@ -117,9 +117,7 @@ class WebsocketCommandGateway:
         self._socket = socket
         self._url = url
         self._settings = settings
-        self._outgoing = Outgoing(
-            settings.queue_messages, settings.queue_bytes, settings.send_timeout, settings.heartbeat
-        )
+        self._outgoing = Outgoing(settings)
         self._exchanges: dict[str, _Exchange] = {}
         self._lost: str | None = None
 

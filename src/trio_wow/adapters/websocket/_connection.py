@@ -72,9 +72,7 @@ class Connection:
         self._projections = projections or frozenset()
         self._has_events = has_events
         self._settings = settings
-        self.outgoing = Outgoing(
-            settings.queue_messages, settings.queue_bytes, settings.send_timeout, settings.heartbeat
-        )
+        self.outgoing = Outgoing(settings)
         self._commands: dict[str, trio.CancelScope] = {}
         self._topics: dict[str, AggregateId | str] = {}
         self._pending = trio.Semaphore(settings.max_pending)

@@ -1,10 +1,11 @@
 """What waits to be sent on one connection: bounded in messages and in bytes."""
 
 from collections import deque
-from math import inf
 
 import trio
 from trio_websocket import ConnectionClosed, WebSocketConnection
+
+from trio_wow.adapters.websocket._settings import WebsocketSettings
 
 __all__ = ["Outgoing"]
 
@@ -13,21 +14,16 @@ class Outgoing:
     """A queue that one task, `write`, sends from.
 
     Args:
-        messages: how many may wait.
-        size: how many bytes may wait, or be on their way.
-        send_timeout: seconds that one send may take before the connection counts as broken.
-        heartbeat: seconds of silence after which an unsolicited pong is sent: it finds out who reads no more.
+        settings: how much may wait, how long one send may take before the connection counts as broken, and after how
+            much silence an unsolicited pong is sent: it finds out who reads no more.
 
     Attributes:
         most_messages: the most that have waited.
         most_bytes: the most bytes.
     """
 
-    def __init__(self, messages: int, size: int, send_timeout: float, heartbeat: float = inf) -> None:
-        self._max_messages = messages
-        self._max_bytes = size
-        self._send_timeout = send_timeout
-        self._heartbeat = heartbeat
+    def __init__(self, settings: WebsocketSettings) -> None:
+        self._settings = settings
         self._queue: deque[bytes] = deque()
         self._bytes = 0
         self._putting = trio.StrictFIFOLock()
@@ -68,12 +64,12 @@ class Outgoing:
         """Send until the connection is closed; `False` if a send took too long, and the connection is broken."""
         try:
             while True:
-                with trio.move_on_after(self._heartbeat):
+                with trio.move_on_after(self._settings.heartbeat):
                     while not self._queue:
                         await self._wait_change()
                 data = self._queue.popleft() if self._queue else None
                 self._sending = True
-                with trio.move_on_after(self._send_timeout) as sending:
+                with trio.move_on_after(self._settings.send_timeout) as sending:
                     if data is None:
                         await socket.pong()
                     else:
@@ -87,7 +83,11 @@ class Outgoing:
             return True
 
     def _has_room(self, data: bytes, part: int = 1) -> bool:
-        return len(self._queue) * part < self._max_messages and (self._bytes + len(data)) * part <= self._max_bytes
+        settings = self._settings
+        return (
+            len(self._queue) * part < settings.queue_messages
+            and (self._bytes + len(data)) * part <= settings.queue_bytes
+        )
 
     def _add(self, data: bytes) -> None:
         self._queue.append(data)
