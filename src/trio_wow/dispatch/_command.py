@@ -68,8 +68,7 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
     waits. What fails up to the append is the command's result, not the dispatcher's failure, and the command is
     acknowledged; the aggregate's `@on_error` functions are told. A request that is stored already is not decided again:
     its stored events are published again, and the result is a `DuplicateRequestIdError` with their version, unless they
-    came of this very message, delivered once more. A command
-    that yields no event stores nothing and is not remembered.
+    came of this very message, delivered once more. A command that yields no event stores nothing and is not remembered.
 
     A publication that fails is tried again alone, until it succeeds or the runtime ends. One that can never succeed
     goes to the failure recorder, as a failure of `command-dispatcher/publication`; unless that fails too, the command

@@ -274,11 +274,6 @@ class CommandResults:
             raise ValueError(f"command {command_id} is waited for already; send another message with its request ID")
         return CommandWait(command_id, until, timeout, each, self._waits, self._parts)
 
-    def sent(self, result: CommandResult, /) -> None:
-        """Take note of a result of stage `SENT`. Never raises."""
-        if (wait := self._waits.get(result.command_id)) is not None:
-            wait.sent(result)
-
     def processed(self, result: CommandResult, stored: StateEvent[Any] | None = None, /) -> None:
         """Take note of a result of stage `PROCESSED`, and of what the command has led to. Never raises."""
         if (wait := self._waits.get(result.command_id)) is not None:
