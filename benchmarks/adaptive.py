@@ -14,7 +14,6 @@ allocates. Run it with `--quick` to see that it works.
 
 import argparse
 import gc
-import json
 import statistics
 import sys
 import time
@@ -28,7 +27,7 @@ import trio
 from attrs import asdict, define, frozen
 
 from contenders import Batches
-from keyed_dispatch import at_least_one, machine
+from keyed_dispatch import at_least_one, check_json, machine, write_json
 from trio_wow.execution import ExecClass, ExecProfile, KeyedExecutor, blocking, inline
 
 FAST, SLOW, EVERY = 20e-6, 0.060, 20
@@ -280,8 +279,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     options.items = options.items or (QUICK_ITEMS if options.quick else ITEMS)
     options.rounds = options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS)
-    if options.json is not None and not options.json.absolute().parent.is_dir():
-        parser.error(f"--json {options.json} is in no folder that exists")
+    check_json(parser, options)
     return options
 
 
@@ -295,8 +293,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report["loads"] = [asdict(result) for result in results]
     report["known"] = measure_known(options.items, options.rounds)
     report["allocation"] = measure_allocation()
-    if options.json is not None:
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    write_json(options, report)
     return 0
 
 

@@ -16,7 +16,6 @@ as missing.
 
 import argparse
 import gc
-import json
 import statistics
 import sys
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ from typing import Any
 from attrs import asdict, frozen
 
 from command_contenders import COMMAND_CONTENDERS, FUNDS, CommandContender, Load, Outcome
-from keyed_dispatch import WrongResultError, at_least_one, machine
+from keyed_dispatch import WrongResultError, at_least_one, check_json, machine, write_json
 
 FLOOR, DEFAULTS = "floor-json", "eventsourcing"
 ACCOUNTS = (1, 1_000)
@@ -145,8 +144,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     options.commands = options.commands or (QUICK_COMMANDS if options.quick else COMMANDS)
     options.rounds = options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS)
-    if options.json is not None and not options.json.absolute().parent.is_dir():
-        parser.error(f"--json {options.json} is in no folder that exists")
+    check_json(parser, options)
     return options
 
 
@@ -167,8 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except WrongResultError as error:
         print(error, file=sys.stderr)
         return 1
-    if options.json is not None:
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    write_json(options, report)
     return 0
 
 

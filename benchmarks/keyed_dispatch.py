@@ -280,6 +280,18 @@ def at_least_one(text: str) -> int:
     return number
 
 
+def check_json(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Refuse a file that could not be written, before anything is measured."""
+    if options.json is not None and not options.json.absolute().parent.is_dir():
+        parser.error(f"--json {options.json} is in no folder that exists")
+
+
+def write_json(options: argparse.Namespace, report: Any) -> None:
+    """Write all that was measured, if that is wanted."""
+    if options.json is not None:
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; what is wrong with it ends the program with status 2."""
     described = "\n".join(f"  {contender.name:16} {contender.about}" for contender in CONTENDERS)
@@ -308,8 +320,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options.keys = options.keys or [*(keys for keys in KEYS if keys < options.items), options.items]
     if max(options.keys) > options.items:
         parser.error(f"--keys {max(options.keys)} is more than the {options.items} items")
-    if options.json is not None and not options.json.absolute().parent.is_dir():
-        parser.error(f"--json {options.json} is in no folder that exists")
+    check_json(parser, options)
     if not (options.cost or options.memory or options.ticker):
         options.cost = options.memory = options.ticker = True
     return options
@@ -345,8 +356,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report["memory"] = measure_memory(options.items, options.rounds)
     if options.ticker:
         report["ticker"] = [asdict(late) for late in measure_ticker(options.items)]
-    if options.json is not None:
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    write_json(options, report)
     return 0
 
 

@@ -14,7 +14,6 @@ the program with status 1. Run it with `--quick` to see that it works.
 
 import argparse
 import gc
-import json
 import os
 import platform
 import sys
@@ -28,6 +27,7 @@ from typing import Any
 import trio
 from attrs import asdict, define, field, frozen
 
+from keyed_dispatch import WrongResultError, at_least_one, check_json, write_json
 from trio_wow import DomainEvent, aggregate, on_command, on_event, on_sourcing, saga
 from trio_wow.buses import (
     InMemoryCommandBus,
@@ -96,10 +96,6 @@ class Following:
     def stepped(self, event: DomainEvent[Stepped]) -> Step | None:
         number = event.body.number
         return link(chain_of(event.aggregate_id), number + 1) if number < self.hops else None
-
-
-class WrongResultError(Exception):
-    """A chain is not as it should be."""
 
 
 class ForgetfulStore:
@@ -337,22 +333,20 @@ def show(run: Run, window: int) -> None:
     )
 
 
-def positive(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
-    return number
-
-
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--commands", type=positive, help=f"from outside ({COMMANDS}; with --quick {QUICK_COMMANDS})")
-    parser.add_argument("--hops", type=positive, default=HOPS, help=f"of each chain, through the saga ({HOPS})")
-    parser.add_argument("--senders", type=positive, default=SENDERS, help=f"tasks that send ({SENDERS})")
-    parser.add_argument("--window", type=positive, default=WINDOW, help=f"of each dispatch ({WINDOW})")
+    parser.add_argument(
+        "--commands", type=at_least_one, help=f"from outside ({COMMANDS}; with --quick {QUICK_COMMANDS})"
+    )
+    parser.add_argument("--hops", type=at_least_one, default=HOPS, help=f"of each chain, through the saga ({HOPS})")
+    parser.add_argument("--senders", type=at_least_one, default=SENDERS, help=f"tasks that send ({SENDERS})")
+    parser.add_argument("--window", type=at_least_one, default=WINDOW, help=f"of each dispatch ({WINDOW})")
     parser.add_argument("--route", choices=ROUTES, action="append", help="one of the two alone")
     parser.add_argument("--quick", action="store_true", help="few commands")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples too")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    check_json(parser, options)
+    return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -370,8 +364,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 1
         show(run, options.window)
         runs.append(run)
-    if options.json is not None:
-        options.json.write_text(json.dumps([asdict(run) for run in runs]))
+    write_json(options, [asdict(run) for run in runs])
     return 0
 
 

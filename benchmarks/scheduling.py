@@ -9,7 +9,6 @@ Run it with `--quick` to see that it works.
 """
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Sequence
@@ -18,11 +17,12 @@ from typing import Any
 
 import stamina
 import trio
-from attrs import asdict, define, frozen
+from attrs import asdict, frozen
 
 from contenders import WINDOW, Batches, Contender, Load
-from keyed_dispatch import HANDLERS, Cost, WrongResultError, at_least_one, machine, measure
-from trio_wow import App, Domain, InMemoryEventStore, KeyedExecutor, aggregate, on_command, on_sourcing
+from keyed_dispatch import HANDLERS, Cost, WrongResultError, at_least_one, check_json, machine, measure, write_json
+from sqlite_append import Count, Counter
+from trio_wow import App, Domain, InMemoryEventStore, KeyedExecutor
 from trio_wow.app import Settings
 from trio_wow.dispatch import GroupedScheduling
 from trio_wow.errors import VersionConflictError
@@ -56,31 +56,6 @@ async def grouped(load: Load) -> None:
 
 
 STRATEGIES = [Contender("keyed", keyed, "trio"), Contender("grouped", grouped, "trio")]
-
-
-@frozen
-class Count:
-    id: str
-
-
-@frozen
-class Counted:
-    number: int
-
-
-@aggregate(context="benchmark")
-@define
-class Counter:
-    id: str
-    number: int = 0
-
-    @on_command
-    def count(self, command: Count) -> Counted:
-        return Counted(self.number + 1)
-
-    @on_sourcing
-    def counted(self, event: Counted) -> None:
-        self.number = event.number
 
 
 class Conflicting(InMemoryEventStore):
@@ -205,8 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=at_least_one, help=f"timed rounds ({ROUNDS})")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all that was measured")
     options = parser.parse_args(arguments)
-    if options.json is not None and not options.json.absolute().parent.is_dir():
-        parser.error(f"--json {options.json} is in no folder that exists")
+    check_json(parser, options)
     items = options.items or (QUICK_ITEMS if options.quick else ITEMS)
     ids = options.ids or (QUICK_IDS if options.quick else IDS)
     rounds = options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS)
@@ -220,15 +194,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1
     retries = measure_retry(ids, rounds)
-    if options.json is not None:
-        report: dict[str, Any] = {
-            "machine": facts,
-            "items": items,
-            "rounds": rounds,
-            "costs": [asdict(cost) for cost in costs],
-            "retries": [asdict(retry) for retry in retries],
-        }
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    report: dict[str, Any] = {
+        "machine": facts,
+        "items": items,
+        "rounds": rounds,
+        "costs": [asdict(cost) for cost in costs],
+        "retries": [asdict(retry) for retry in retries],
+    }
+    write_json(options, report)
     return 0
 
 
