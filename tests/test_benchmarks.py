@@ -115,6 +115,29 @@ def test_the_benchmark_of_adaptive_execution_refuses_wrong_arguments() -> None:
         assert said in done.stderr
 
 
+def test_a_hop_through_a_saga_is_measured_on_both_routes(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    command = [
+        sys.executable,
+        str(BENCHMARKS / "local_first.py"),
+        "--commands",
+        "20",
+        "--hops",
+        "3",
+        "--json",
+        str(path),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [(run["route"], run["steps"]) for run in json.loads(path.read_text())] == [
+        ("memory", 80),
+        ("local-first", 80),
+    ]
+    done = subprocess.run([*command[:2], "--hops", "0"], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2
+    assert "argument --hops: must be at least 1, not 0" in done.stderr
+
+
 def scheduling(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(BENCHMARKS / "scheduling.py"), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=100)
