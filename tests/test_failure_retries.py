@@ -60,6 +60,26 @@ class Mailer(Failing):
         pass
 
 
+@event_processor
+class Mails:
+    """Fails for number 2 while it is told to, and later stays in it until it is let go; leaves at number 5."""
+
+    def __init__(self) -> None:
+        self.broken = True
+        self.began = trio.Event()
+        self.finish = trio.Event()
+
+    @on_event
+    async def stepped(self, event: Stepped) -> None:
+        if event.number == 2 and self.broken:
+            raise OSError("unreachable")
+        if event.number == 2:
+            self.began.set()
+            await self.finish.wait()
+        if event.number == 5:
+            raise SystemExit(3)
+
+
 @projection
 class Ends(Failing):
     @on_state_event
@@ -289,18 +309,7 @@ class TestNoSuccess:
         assert [each.id for each in await open_failures(app)] == [failure.id]
 
     async def test_cancelled_it_stays_open(self, store: SqliteStore) -> None:
-        @event_processor
-        class Slow:
-            broken = True
-
-            @on_event
-            async def stepped(self, event: Stepped) -> None:
-                if event.number == 2 and self.broken:
-                    raise OSError("unreachable")
-                if event.number == 2:
-                    await trio.sleep_forever()
-
-        slow = Slow()
+        slow = Mails()
         app = app_of(store, slow)
         async with failed(app) as failure:
             slow.broken = False
@@ -635,20 +644,6 @@ class TestTurns:
             runtime.request_stop()
 
     async def test_a_stop_waits_for_it_and_says_so(self, store: SqliteStore) -> None:
-        finish, began = trio.Event(), trio.Event()
-
-        @event_processor
-        class Mails:
-            broken = True
-
-            @on_event
-            async def stepped(self, event: Stepped) -> None:
-                if event.number == 2 and self.broken:
-                    raise OSError("unreachable")
-                if event.number == 2:
-                    began.set()
-                    await finish.wait()
-
         mails, results = Mails(), []
         app = app_of(store, mails)
         runtime = app.runtime(signals=False, shutdown_quiet_period=0)
@@ -663,12 +658,12 @@ class TestTurns:
             failure = await first_failure(app)
             mails.broken = False
             nursery.start_soon(retry, failure.id)
-            await began.wait()
+            await mails.began.wait()
             runtime.request_stop()
             await wait_all_tasks_blocked()
             names = [lease.name for lease in runtime.statistics().leases]
             assert names == [f"failure {failure.id} of event-dispatcher/Mails.stepped once more"]
-            finish.set()
+            mails.finish.set()
         assert results == [True]
         assert await open_failures(app) == []
 
@@ -684,22 +679,6 @@ class TestTurns:
                 log.append("closed")
                 await super().stop()
 
-        began, finish = trio.Event(), trio.Event()
-
-        @event_processor
-        class Mails:
-            broken = True
-
-            @on_event
-            async def stepped(self, event: Stepped) -> None:
-                if event.number == 2 and self.broken:
-                    raise OSError("unreachable")
-                if event.number == 2:
-                    began.set()
-                    await finish.wait()
-                if event.number == 5:
-                    raise SystemExit(3)
-
         mails = Mails()
         async with Logging(tmp_path / "chains.db", Domain([Chain, Notebook]).serializer) as store:
             app = app_of(store, mails, event_retry=ONCE)
@@ -709,28 +688,14 @@ class TestTurns:
                     failure = await first_failure(app)
                     mails.broken = False
                     nursery.start_soon(app.retry_failure, failure.id)
-                    await began.wait()
+                    await mails.began.wait()
                     await gateway.send_and_wait(Step("b", 5))
                     await wait_all_tasks_blocked(0.05)
-                    finish.set()
+                    mails.finish.set()
                     await trio.sleep_forever()
             assert log == ["resolved", "closed"]
 
     async def test_a_forced_stop_ends_it_and_it_stays_open(self, store: SqliteStore) -> None:
-        began = trio.Event()
-
-        @event_processor
-        class Mails:
-            broken = True
-
-            @on_event
-            async def stepped(self, event: Stepped) -> None:
-                if event.number == 2 and self.broken:
-                    raise OSError("unreachable")
-                if event.number == 2:
-                    began.set()
-                    await trio.sleep_forever()
-
         mails = Mails()
         app = app_of(store, mails)
         runtime = app.runtime(signals=False, shutdown_quiet_period=0)
@@ -751,7 +716,7 @@ class TestTurns:
             failure = await first_failure(app)
             mails.broken = False
             nursery.start_soon(retry, failure.id)
-            await began.wait()
+            await mails.began.wait()
             runtime.force_stop()
         assert [each.id for each in await open_failures(app)] == [failure.id]
 
