@@ -43,7 +43,14 @@ from trio_wow import (
     saga,
 )
 from trio_wow.buses import InMemoryCommandBus, InMemoryDomainEventBus
-from trio_wow.dispatch import CommandDispatcher, CommandResults, FunctionRegistry, ProjectionDispatcher, SagaDispatcher
+from trio_wow.dispatch import (
+    CommandDispatcher,
+    CommandResults,
+    FunctionRegistry,
+    GroupedScheduling,
+    ProjectionDispatcher,
+    SagaDispatcher,
+)
 from trio_wow.domain import Domain
 from trio_wow.errors import (
     AdmissionClosedError,
@@ -709,8 +716,11 @@ class TestStop:
         assert error.held["command-dispatcher"] == ("receiver chains", "mailbox chains.chain/a")
         assert await stored(app, "a") == []
 
-    async def test_a_forced_stop_of_idle_receivers_is_one_error(self, autojump_clock: MockClock) -> None:
-        app = App([Chain, Notebook], [Answering(1), Steps()])
+    @pytest.mark.parametrize("scheduling", [None, GroupedScheduling()], ids=["keyed", "grouped"])
+    async def test_a_forced_stop_of_idle_receivers_is_one_error(
+        self, scheduling: GroupedScheduling | None, autojump_clock: MockClock
+    ) -> None:
+        app = App([Chain, Notebook], [Answering(1), Steps()], scheduling=scheduling)
         runtime = app.runtime(signals=False)
         async with trio.open_nursery() as nursery:
 

@@ -339,19 +339,6 @@ class TestStop:
         )
         assert scheduling.statistics() == ()
 
-    async def test_a_forced_stop_of_idle_receivers_is_one_error(self) -> None:
-        app = App([Chain, Notebook], [Answering(1), Steps()], scheduling=GroupedScheduling())
-        runtime = app.runtime(signals=False)
-        async with trio.open_nursery() as nursery:
-
-            async def serve() -> None:
-                with pytest.raises(ShutdownDeadlineError):
-                    await runtime.serve()
-
-            nursery.start_soon(serve)
-            await wait_all_tasks_blocked()
-            runtime.force_stop()
-
     @pytest.mark.parametrize("passes", range(12))
     async def test_a_forced_stop_during_the_start_is_one_error(self, passes: int) -> None:
         runtime = App([Chain], [Steps()], scheduling=GroupedScheduling()).runtime(signals=False)
