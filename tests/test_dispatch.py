@@ -869,7 +869,7 @@ class TestStop:
         app = App([Chain])
         async with serving(app) as gateway:
             with pytest.raises(
-                RuntimeStateError, match="InMemoryCommandBus serves one runtime at a time; make another one"
+                RuntimeStateError, match="command-gateway belongs to another runtime until that has stopped"
             ):
                 await app.runtime(signals=False).serve()
             assert (await gateway.send_and_wait(Step("a"))).version == 1

@@ -34,6 +34,65 @@ class Unspeakable:
         return self.text
 
 
+class TestOwnership:
+    async def test_a_component_of_a_running_runtime_is_left_alone_by_another(self) -> None:
+        log: list[str] = []
+        a, b, c = (Part(name, log) for name in "abc")
+        first, second = quick([a, b]), quick([c, b])
+        async with trio.open_nursery() as nursery:
+            await nursery.start(first.serve)
+            log.clear()
+            with pytest.raises(RuntimeStateError, match="b belongs to another runtime until that has stopped"):
+                await second.serve()
+            assert log == []
+            assert (first.state.name, second.state.name) == ("RUNNING", "NEW")
+            first.request_stop()
+            await first.wait_stopped()
+            await nursery.start(second.serve)
+            second.request_stop()
+        assert log[-6:] == ["start c", "start b", "quiesce c", "quiesce b", "stop b", "stop c"]
+
+    async def test_while_a_runtime_stops_its_components_are_still_its_own(self) -> None:
+        release = trio.Event()
+        part = Part("a", [], stop=lambda part: release.wait())
+        first = quick([part])
+        async with trio.open_nursery() as nursery:
+            await nursery.start(first.serve)
+            first.request_stop()
+            await wait_all_tasks_blocked()
+            with pytest.raises(RuntimeStateError, match="a belongs to another runtime"):
+                await quick([part]).serve()
+            assert part.log.count("stop a") == 1
+            release.set()
+
+    async def test_what_a_failed_runtime_had_can_be_used_again(self) -> None:
+        failing = Part("a", [], prepare=raising(OSError("disk")))
+        for _ in range(2):
+            with pytest.raises(OSError, match="disk"):
+                await quick([failing]).serve()
+        assert failing.log == ["prepare a", "quiesce a", "stop a"] * 2
+
+    def test_not_even_another_thread_may_have_it(self) -> None:
+        part = Part("a", [])
+        refused: list[BaseException] = []
+
+        def serve() -> None:
+            with pytest.raises(RuntimeStateError, match="a belongs to another runtime") as raised:
+                trio.run(quick([part]).serve)
+            refused.append(raised.value)
+
+        async def main() -> None:
+            runtime = quick([part])
+            async with trio.open_nursery() as nursery:
+                await nursery.start(runtime.serve)
+                await trio.to_thread.run_sync(serve)
+                assert part.log == ["prepare a", "start a"]
+                runtime.request_stop()
+
+        trio.run(main)
+        assert len(refused) == 1
+
+
 class TestOrder:
     async def test_prepares_all_then_starts_all_and_stops_in_reverse(self, autojump_clock: MockClock) -> None:
         log: list[str] = []

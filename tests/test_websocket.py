@@ -5,12 +5,13 @@ import logging
 import socket as sockets
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 import trio
-from chain_domain import Note
-from test_waiting import Put, Shelf
+from chain_domain import Chain, Note, Notebook, Step
+from test_waiting import Noting, Put, Shelf, View, Watcher
 from trio_websocket import ConnectionClosed
 from websocket_support import (
     Deposit,
@@ -26,7 +27,8 @@ from websocket_support import (
     until,
 )
 
-from trio_wow import Settings, Stage
+from trio_wow import App, Settings, Stage
+from trio_wow.adapters.sqlite import SqliteStore
 from trio_wow.adapters.websocket import (
     Handshake,
     Identity,
@@ -461,6 +463,30 @@ class TestConnecting:
             async with server.serving():
                 async with open_websocket_gateway(server.url, server.app.domain) as gateway:
                     assert (await gateway.send_and_wait(Deposit("a", 1))).version == version
+
+    async def test_a_runtime_that_may_not_have_it_leaves_it_alone(self, tmp_path: Path) -> None:
+        """Every kind of component that the package has, each in a second runtime."""
+        domain = Domain([Shelf, Chain, Notebook])
+        watcher = Watcher()
+        watcher.gate.set()
+        store = SqliteStore(tmp_path / "a.db", domain.serializer)
+        app = App(domain, [View(), watcher, Noting()], store=store)
+        gateway = WebsocketGateway(app.domain, app.gateway, port=0, events=app.events)
+        app.add_gateway(gateway)
+        components = app._components()
+        assert len(components) == len({type(component) for component in components}) == 8
+        runtime = Runtime(components, signals=False, shutdown_quiet_period=0)
+        async with app.serving(runtime):
+            for component in components:
+                name = getattr(component, "name", None) or type(component).__name__
+                with pytest.raises(
+                    RuntimeStateError, match=f"{name} belongs to another runtime until that has stopped"
+                ):
+                    await Runtime([component], signals=False).serve()
+            url = f"ws://127.0.0.1:{gateway.port}/"
+            async with open_websocket_gateway(url, app.domain) as remote:
+                for stage in Stage:
+                    assert (await remote.send_and_wait(Step("a"), until=stage)).stage is stage
 
     @pytest.mark.parametrize("name", ["max_pending", "send_timeout", "queue_bytes"])
     def test_settings_are_checked(self, name: str) -> None:

@@ -11,7 +11,7 @@ from attrs import evolve
 from trio_wow.buses import CommandBus
 from trio_wow.dispatch import WAITS, CommandResults, waits_for
 from trio_wow.domain import Domain
-from trio_wow.errors import AdmissionClosedError, NoSubscriberError, RuntimeStateError, StageUnavailableError
+from trio_wow.errors import AdmissionClosedError, NoSubscriberError, StageUnavailableError
 from trio_wow.execution import lent
 from trio_wow.messages import DEFAULT_TENANT, CommandMessage, CommandResult, Stage
 from trio_wow.runtime import Admission, RuntimeContext
@@ -205,13 +205,7 @@ class CommandGateway:
             yield wait
 
     async def prepare(self, context: RuntimeContext, /) -> None:
-        """See `RuntimeComponent.prepare`.
-
-        Raises:
-            RuntimeStateError: another runtime has it.
-        """
-        if self._admission is not None and not self._admission.is_closed:
-            raise RuntimeStateError(f"{self.name} belongs to another runtime until that has stopped", "STARTING")
+        """See `RuntimeComponent.prepare`."""
         self._admission = context.admission
 
     def start(self) -> None:

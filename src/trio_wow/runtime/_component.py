@@ -62,6 +62,9 @@ class RuntimeContext:
 class RuntimeComponent(Protocol):
     """A part with a life of its own, prepared, started and stopped by a `Runtime`. Nothing to inherit.
 
+    It belongs to one runtime at a time, for as long as that serves: another one that has it refuses to serve, and calls
+    none of its components. So whoever stops a component has prepared it, even if `prepare` failed half-way.
+
     A component may also have `async caught_up()`: after `start`, the runtime opens its intake only when this returns.
     """
 

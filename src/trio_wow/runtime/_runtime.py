@@ -22,6 +22,10 @@ _log = logging.getLogger("trio_wow.runtime")
 # Signals belong to the process. Two owners whose lives overlap would put each other's handlers back.
 _signals_free = threading.Lock()
 
+# By the component's `id`, which is its own for as long as the runtime holds it. Of the whole process: stopping a
+# component that lives in another thread's runtime would be worse still.
+_owners: dict[int, "Runtime"] = {}
+
 
 class _Slot:
     """A component's place in the tree: its cancel scope, its nursery once it has one, and how far it has come."""
@@ -143,7 +147,8 @@ class Runtime:
         the start back, and `serve` returns without having called it.
 
         Raises:
-            RuntimeStateError: it was called before; or another runtime of this process takes the signals.
+            RuntimeStateError: it was called before. Or another runtime of this process takes the signals, or has one of
+                the components: nothing was called then, and this one can be served when that one has stopped.
             ShutdownDeadlineError: the stop was forced, by its deadline or by `force_stop`.
             BaseException: what a component raised. A single error itself; several, a forced stop included, as a group
                 with the first one first. A `SystemExit` comes as `HandlerExitError`.
@@ -160,12 +165,29 @@ class Runtime:
                 "another runtime takes this process's signals; pass signals=False", self._state.name
             )
         try:
-            await self._serve(task_status, takes_signals=takes_signals)
+            self._own_components()
+            try:
+                await self._serve(task_status, takes_signals=takes_signals)
+            finally:
+                self._disown_components()
+                self._state = RuntimeState.STOPPED
+                self._stopped.set()
         finally:
             if takes_signals:
                 _signals_free.release()
-            self._state = RuntimeState.STOPPED
-            self._stopped.set()
+
+    def _own_components(self) -> None:
+        for slot in self._slots:
+            if _owners.setdefault(id(slot.component), self) is not self:
+                self._disown_components()
+                raise RuntimeStateError(
+                    f"{slot.name} belongs to another runtime until that has stopped", self._state.name
+                )
+
+    def _disown_components(self) -> None:
+        for slot in self._slots:
+            if _owners.get(id(slot.component)) is self:
+                del _owners[id(slot.component)]
 
     async def _serve(self, task_status: trio.TaskStatus["Runtime"], *, takes_signals: bool) -> None:
         self._state = RuntimeState.STARTING

@@ -107,11 +107,8 @@ class WebsocketGateway:
         """See `RuntimeComponent.prepare`.
 
         Raises:
-            RuntimeStateError: another runtime has it.
             OSError: the port cannot be listened on.
         """
-        if self._context is not None and not self._context.admission.is_closed:
-            raise RuntimeStateError(f"{self.name} belongs to another runtime until that has stopped", "STARTING")
         self._reset()
         self._context = context
         host, port = self._address
