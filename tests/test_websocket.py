@@ -12,7 +12,7 @@ import pytest
 import trio
 from chain_domain import Chain, Note, Notebook, Step
 from test_waiting import Noting, Put, Shelf, View, Watcher
-from trio_websocket import ConnectionClosed
+from trio_websocket import ConnectionClosed, WebSocketRequest
 from websocket_support import (
     Deposit,
     Print,
@@ -698,6 +698,55 @@ class TestStop:
             async with server.raw():
                 pass
             runtime.request_stop()
+
+    async def test_who_shakes_hands_at_the_stop_is_refused_and_holds_up_nobody(self) -> None:
+        """FS-13: also while the stop waits for somebody who does not answer the closing handshake."""
+        asked, answer = trio.Event(), trio.Event()
+
+        async def authenticate(handshake: Handshake) -> Identity:
+            if handshake.header("x-slow"):
+                asked.set()
+                await answer.wait()
+            return Identity()
+
+        server = Server(authenticate=authenticate, settings=WebsocketSettings(close_timeout=0.5))
+        async with server.serving(shutdown_timeout=60), trio.open_nursery() as nursery:
+            silent = await tiny_reader(server)
+            await until(lambda: server.gateway.connections == 1)
+
+            async def late() -> None:
+                with pytest.raises(ConnectionRefusedByServerError) as refused:
+                    async with open_websocket_gateway(server.url, server.app.domain, headers={"x-slow": "1"}):
+                        pass
+                assert refused.value.status == 503
+
+            nursery.start_soon(late)
+            await asked.wait()
+            (connection,) = server.gateway._connections
+            server.runtime.request_stop()
+            await until(lambda: connection._closing)
+            answer.set()
+            with trio.fail_after(30):
+                await server.runtime.wait_stopped()
+            await silent.aclose()
+
+    async def test_whose_handshake_ends_in_the_stop_is_told_1001(self) -> None:
+        server = Server()
+        async with server.serving(shutdown_timeout=60):
+            await server.app.gateway.send(Wait("a"))  # keeps the runtime from being quiet
+            accept = WebSocketRequest.accept
+
+            async def stop_and_accept(*args: Any, **options: Any) -> Any:
+                server.runtime.request_stop()
+                return await accept(*args, **options)
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(WebSocketRequest, "accept", stop_and_accept)
+                async with server.raw() as raw:
+                    with pytest.raises(ConnectionClosed) as closed:
+                        await raw.receive()
+            assert closed.value.reason is not None
+            assert closed.value.reason.code == 1001
 
     async def test_a_forced_stop_leaves_no_connection(self) -> None:
         server = Server()

@@ -21,6 +21,9 @@ __all__ = ["WebsocketGateway"]
 
 _log = logging.getLogger("trio_wow.adapters.websocket")
 
+_CLOSED = "commands are not taken yet, or no more"
+_STOPPING = "the server is stopping"
+
 _Stream = trio.SocketStream | trio.SSLStream[trio.SocketStream]
 
 
@@ -136,7 +139,7 @@ class WebsocketGateway:
         if self._feed is not None:
             await self._feed.stop()
         for connection in self._connections:
-            connection.close(1001, "the server is stopping")
+            connection.close(1001, _STOPPING)
         while self._connections:
             self._left = trio.Event()
             await self._left.wait()
@@ -201,8 +204,8 @@ class WebsocketGateway:
     async def _admit(self, request: WebSocketRequest) -> Identity | None:
         """Say who the client is, or refuse it."""
         identity: Identity | None = Identity()
-        if not self._prepared().admission.intake_is_open:
-            return await self._refuse(request, 503, "commands are not taken yet, or no more")
+        if not self._takes_commands():
+            return await self._refuse(request, 503, _CLOSED)
         if SUBPROTOCOL not in request.proposed_subprotocols:
             return await self._refuse(request, 400, f"the sub-protocol must be {SUBPROTOCOL}")
         if self._authenticate is not None:
@@ -216,7 +219,12 @@ class WebsocketGateway:
                 return await self._refuse(request, 500, "who you are could not be found out")
             if identity is None:
                 return await self._refuse(request, 401, "not authenticated")
+            if not self._takes_commands():
+                return await self._refuse(request, 503, _CLOSED)
         return identity
+
+    def _takes_commands(self) -> bool:
+        return self._prepared().admission.intake_is_open
 
     async def _refuse(self, request: WebSocketRequest, status: int, text: str) -> Identity | None:
         await request.reject(status, body=text.encode())
@@ -234,6 +242,8 @@ class WebsocketGateway:
             self._settings,
         )
         self._connections.add(connection)
+        if not self._takes_commands():  # no more: `stop` may have looked already for whom to close
+            connection.close(1001, _STOPPING)
         try:
             await connection.serve()
         finally:
