@@ -217,6 +217,24 @@ class TestRefusals:
         assert text in frame["error"]["text"]
         assert not server.app.gateway.results.waiting
 
+    @pytest.mark.parametrize(
+        "data",
+        [
+            '{"id": "c1", "type": "unsubscribe", "NAME": 1}',
+            '{"id": "c1", "type": "send", "command": {"name": "NAME", "body": {}}}',
+            '{"id": "c1", "type": "send", "command": {"name": "Deposit", "body": {"id": "a", "amount": 1, "NAME": 1}}}',
+        ],
+    )
+    async def test_an_error_is_never_too_large_to_be_sent(self, data: str) -> None:
+        settings = WebsocketSettings(max_message_size=50_000, queue_bytes=50_000)
+        async with Server(settings=settings).serving() as server, server.raw() as raw:
+            await raw.socket.send_message(data.replace("NAME", "n" * (50_000 + len("NAME") - len(data))))
+            with trio.fail_after(20):
+                frame = await raw.receive()
+        assert frame["id"] == "c1"
+        assert len(json.dumps(frame)) < 3_000
+        assert "nnn..." in frame["error"]["text"] + (frame["error"]["field"] or "")
+
     async def test_a_revision_that_is_not_known_is_refused(self, server: Server) -> None:
         async with server.raw() as raw:
             command = {"name": "Deposit", "revision": 2, "body": {"id": "a", "amount": 1}}

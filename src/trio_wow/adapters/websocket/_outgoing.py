@@ -42,10 +42,10 @@ class Outgoing:
     async def put(self, data: bytes) -> None:
         """Queue a message, after those that wait already. A cancelled call has queued nothing.
 
-        Uses half of the room, unless the queue is empty: the rest is for those who cannot wait.
+        Uses half of the room, unless nothing waits: the rest is for those who cannot wait.
         """
         async with self._putting:
-            while not self._has_room(data) or (self._bytes and not self._has_room(data, 2)):
+            while self._bytes and not self._has_room(data, 2):
                 await self._wait_change()
             self._add(data)
 

@@ -235,8 +235,12 @@ def read_result(form: Mapping[str, Any]) -> CommandResult:
 
 
 def error_frame(id: str | None, code: str, text: str, field: str | None = None) -> bytes:
-    """Return the frame that refuses something, or ends what `id` stands for."""
-    return orjson.dumps({"type": "error", "id": id, "error": {"code": code, "text": text, "field": field}})
+    """Return the frame that refuses something, or ends what `id` stands for.
+
+    What a client has sent may be repeated in it, and must not make it too large to be sent.
+    """
+    error = {"code": code, "text": _shortened(text), "field": None if field is None else _shortened(field)}
+    return orjson.dumps({"type": "error", "id": id, "error": error})
 
 
 def subscription_frame(kind: str, id: str) -> bytes:
@@ -271,5 +275,8 @@ def _version(aggregate_id: AggregateId, version: int) -> dict[str, object]:
 
 
 def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return _shortened(repr(value), 80)
+
+
+def _shortened(text: str, size: int = 1_000) -> str:
+    return text if len(text) <= size else f"{text[: size - 3]}..."
