@@ -20,6 +20,7 @@ from websocket_support import (
     Shout,
     Wait,
     client_tls,
+    pretender,
     server_tls,
     stalled,
     text_frame,
@@ -872,10 +873,74 @@ class TestClient:
             async with open_websocket_gateway(url, Server().app.domain):
                 pass
 
-    async def test_what_the_block_raises_is_raised_as_it_is(self, server: Server) -> None:
-        with pytest.raises(ZeroDivisionError):
+    @pytest.mark.parametrize("kind", [ZeroDivisionError, SystemExit, KeyboardInterrupt])
+    async def test_what_the_block_raises_is_raised_as_it_is(self, server: Server, kind: type[BaseException]) -> None:
+        with pytest.raises(kind):
             async with open_websocket_gateway(server.url, server.app.domain):
-                raise ZeroDivisionError
+                raise kind
+
+    async def test_who_is_one_too_many_does_not_wait_for_an_answer(self) -> None:
+        settings = WebsocketSettings(max_connections=1, handshake_timeout=60)
+        async with Server(settings=settings).serving() as server, server.raw():
+            with trio.fail_after(20), pytest.raises(ConnectionRefusedByServerError, match="closed without"):
+                async with open_websocket_gateway(server.url, server.app.domain, settings=settings):
+                    pass
+
+    @pytest.mark.parametrize("subprotocol", [None, "trio-wow.v0"])
+    async def test_who_speaks_another_protocol_is_left(self, subprotocol: str | None) -> None:
+        async with pretender(lambda _: trio.Event().wait(), subprotocol) as url:
+            with pytest.raises(ConnectionRefusedByServerError, match=r"nobody there speaks trio-wow\.v1"):
+                async with open_websocket_gateway(url, Domain([Shelf])):
+                    raise AssertionError("entered")
+
+    async def test_pings_during_the_closing_handshake_harm_nobody(self) -> None:
+        closing = trio.Event()
+
+        async def ping_until_left(stream: trio.SocketStream) -> None:
+            assert (await stream.receive_some(1)) == b"\x88"
+            while True:
+                await stream.send_all(b"\x89\0" * 100)
+                closing.set()
+                await stream.receive_some(1_000)
+
+        settings = WebsocketSettings(close_timeout=0.2)
+        async with pretender(ping_until_left) as url:
+            async with open_websocket_gateway(url, Domain([Shelf]), settings=settings):
+                pass
+        assert closing.is_set()
+
+    async def test_a_lost_connection_ends_the_calls_that_wait_to_send(self) -> None:
+        stop = trio.Event()
+        settings = WebsocketSettings(queue_messages=4, close_timeout=0.2)
+        lost: list[object] = []
+        async with pretender(lambda _: stop.wait()) as url:
+            async with open_websocket_gateway(url, Server().app.domain, settings=settings) as gateway:
+
+                async def send() -> None:
+                    with pytest.raises(ConnectionLostError) as raised:
+                        await gateway.send(Note("n", "x" * 900_000))
+                    lost.append(raised.value.reached)
+
+                with trio.fail_after(30):
+                    async with trio.open_nursery() as nursery:
+                        for _ in range(20):
+                            nursery.start_soon(send)
+                        await until(lambda: gateway._outgoing._sending and gateway._outgoing._putting.locked())
+                        stop.set()
+        assert {"SENT", None} == set(lost)
+        assert len(lost) == 20
+
+    async def test_what_came_in_time_can_still_be_read(self, server: Server) -> None:
+        async with open_websocket_gateway(server.url, server.app.domain) as gateway:
+            async with gateway.stream(Deposit("a", 1), until=Stage.PROJECTED, timeout=5) as signals:
+                (exchange,) = gateway._exchanges.values()
+                await until(lambda: exchange.is_over)
+                exchange.deadline = trio.current_time() - 1
+                assert [signal.stage async for signal in signals][-1] is Stage.PROJECTED
+
+    async def test_any_number_may_be_a_timeout(self, server: Server) -> None:
+        async with open_websocket_gateway(server.url, server.app.domain) as gateway:
+            assert (await gateway.send_and_wait(Deposit("a", 1), timeout=10**30)).version == 1
 
     async def test_a_server_that_speaks_something_else_is_left(self, server: Server) -> None:
         async with open_websocket_gateway(server.url, server.app.domain) as gateway:

@@ -2,8 +2,10 @@
 
 import json
 import ssl
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from base64 import b64encode
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from hashlib import sha1
 from typing import Any
 
 import trio
@@ -189,6 +191,32 @@ class Server:
     async def streams(self, id: str = "a") -> list[Any]:
         aggregate_id = self.app.domain.aggregates[0].aggregate_id(id)
         return list(await self.app.store.load(aggregate_id))
+
+
+@asynccontextmanager
+async def pretender(
+    behave: Callable[[trio.SocketStream], Awaitable[object]], subprotocol: str | None = SUBPROTOCOL
+) -> AsyncIterator[str]:
+    """Something that accepts the opening handshake as a gateway does, and then behaves; yields its URL."""
+
+    async def serve(stream: trio.SocketStream) -> None:
+        request = b""
+        while b"\r\n\r\n" not in request:
+            request += await stream.receive_some(65_536)
+        key = next(line for line in request.splitlines() if line.lower().startswith(b"sec-websocket-key")).split()[1]
+        answer = b"HTTP/1.1 101 Yes\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Accept: "
+        answer += b64encode(sha1(key + b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11").digest()) + b"\r\n"
+        if subprotocol is not None:
+            answer += f"Sec-WebSocket-Protocol: {subprotocol}\r\n".encode()
+        await stream.send_all(answer + b"\r\n")
+        with suppress(trio.BrokenResourceError):
+            await behave(stream)
+
+    async with trio.open_nursery() as nursery:
+        (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        nursery.start_soon(trio.serve_listeners, serve, [listener])
+        yield f"ws://127.0.0.1:{listener.socket.getsockname()[1]}/"
+        nursery.cancel_scope.cancel()
 
 
 class Raw:

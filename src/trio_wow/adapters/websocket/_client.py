@@ -13,6 +13,7 @@ from trio_websocket import ConnectionClosed, ConnectionRejected, WebSocketConnec
 
 from trio_wow.adapters.websocket._outgoing import Outgoing
 from trio_wow.adapters.websocket._protocol import SUBPROTOCOL, is_last, read_result
+from trio_wow.adapters.websocket._reader import HostedReader
 from trio_wow.adapters.websocket._settings import WebsocketSettings
 from trio_wow.domain import Domain
 from trio_wow.errors import (
@@ -47,6 +48,7 @@ class _Exchange:
         self.reached: str | None = None
         self.first: CommandResult | None = None  # taken already, and to be given once more
         self.is_over = False
+        self.sending = trio.CancelScope(deadline=self.deadline)
         self._said, self._heard = trio.open_memory_channel[CommandResult | WowError](_EACH)
 
     def say(self, item: CommandResult | WowError) -> None:
@@ -57,6 +59,7 @@ class _Exchange:
             return
         if isinstance(item, WowError) or is_last(item, self.until):
             self.is_over = True
+            self.sending.cancel()
             self._said.close()
 
     def __aiter__(self) -> "_Exchange":
@@ -67,16 +70,22 @@ class _Exchange:
         if self.first is not None:
             first, self.first = self.first, None
             return first
-        with trio.move_on_at(self.deadline):
-            try:
-                item = await self._heard.receive()
-            except trio.EndOfChannel:
-                raise StopAsyncIteration from None
-            if isinstance(item, WowError):
-                raise item
-            self.reached = item.stage.name
-            return item
-        raise self.timed_out()
+        try:
+            item = await self._next()
+        except trio.EndOfChannel:
+            raise StopAsyncIteration from None
+        if isinstance(item, WowError):
+            raise item
+        self.reached = item.stage.name
+        return item
+
+    async def _next(self) -> CommandResult | WowError:
+        try:
+            return self._heard.receive_nowait()  # what came in time, even if the time is over now
+        except trio.WouldBlock:
+            with trio.move_on_at(self.deadline):
+                return await self._heard.receive()
+        return self.timed_out()
 
     def timed_out(self) -> WaitTimeoutError:
         """Return the error that says that the time is up."""
@@ -197,7 +206,7 @@ class WebsocketCommandGateway:
             "id": message.id,
             "command": orjson.Fragment(self._domain.serializer.dump_body(message.body)),
             "until": until.name,
-            "timeout": None if timeout == inf else timeout,
+            "timeout": None if timeout == inf else float(timeout),
             "signals": True,
             "request_id": message.request_id,
         }
@@ -219,11 +228,11 @@ class WebsocketCommandGateway:
             raise self._lost_for(exchange)
         self._exchanges[message.id] = exchange
         try:
-            with trio.move_on_at(exchange.deadline) as sending:
+            with exchange.sending:
                 await self._outgoing.put(data)
                 exchange.reached = Stage.SENT.name
-            if sending.cancelled_caught:
-                raise exchange.timed_out()
+            if exchange.reached is None:
+                raise self._lost_for(exchange) if exchange.is_over else exchange.timed_out()
             yield exchange
         finally:
             del self._exchanges[message.id]
@@ -260,7 +269,7 @@ class WebsocketCommandGateway:
             while True:
                 self._take(orjson.loads(await self._socket.get_message()))
         except ConnectionClosed as closed:
-            self._lost = str(closed.reason)
+            self._lost = "its bytes stopped to make sense" if closed.reason is None else str(closed.reason)
         except (ValueError, KeyError, TypeError) as error:
             self._lost = f"the server sent what is no frame: {error!r}"
             with trio.move_on_after(self._settings.close_timeout):
@@ -304,7 +313,7 @@ async def open_websocket_gateway(
     What the block raises is raised as it is, not in a group.
 
     Raises:
-        ConnectionRefusedByServerError: it could not be connected to.
+        ConnectionRefusedByServerError: it could not be connected to, or nobody there speaks the sub-protocol.
         ValueError: the URL is not legal.
 
     Cancellation: ends the connection.
@@ -313,15 +322,19 @@ async def open_websocket_gateway(
     parts = urlsplit(url)
     if parts.scheme not in ("ws", "wss") or not parts.hostname:
         raise ValueError(f"url must be like wss://host:port/path, not {url!r}")
-    failure: Exception | None = None
+    failure: BaseException | None = None
     stream: trio.SocketStream | trio.SSLStream[trio.SocketStream] | None = None
+    socket: WebSocketConnection | None = None
+    reader = HostedReader()
     try:
         async with trio.open_nursery() as nursery:
+            reading = await nursery.start(reader.run, name="websocket reader")
             try:
-                with trio.fail_after(settings.handshake_timeout):
+                with trio.fail_after(settings.handshake_timeout), reader.handshake:
                     stream = await _open_stream(parts, ssl_context)
+                    reader.begin()
                     socket = await wrap_client_stream(
-                        nursery,
+                        reading,
                         stream,
                         parts.netloc,
                         urlunsplit(("", "", parts.path or "/", parts.query, "")),
@@ -334,24 +347,33 @@ async def open_websocket_gateway(
                 failure = ConnectionRefusedByServerError(url, reason)
                 failure.__cause__ = error
             else:
-                gateway = WebsocketCommandGateway(domain, socket, url, settings)
-                nursery.start_soon(gateway.run, name="websocket client")
-                try:
-                    yield gateway
-                except Exception as error:  # raised as it is, and not in the nursery's group
-                    failure = error
-                await gateway.aclose()
+                if socket is None or socket.subprotocol != SUBPROTOCOL:
+                    failure = _refused(url, reader.error, answered=socket is not None)
+                else:
+                    gateway = WebsocketCommandGateway(domain, socket, url, settings)
+                    nursery.start_soon(gateway.run, name="websocket client")
+                    try:
+                        yield gateway
+                    except (Exception, KeyboardInterrupt, SystemExit) as error:  # raised as it is, in no group
+                        failure = error
+                    await gateway.aclose()
             nursery.cancel_scope.cancel()
-    except* ConnectionRejected as rejected:
-        answer = rejected.exceptions[0]
-        if isinstance(answer, ConnectionRejected):
-            text = (answer.body or b"").decode(errors="replace")
-            failure = ConnectionRefusedByServerError(url, f"{answer.status_code} {text}", answer.status_code)
     finally:
         if stream is not None:
             await trio.aclose_forcefully(stream)  # the library leaves it open where the server closes first
     if failure is not None:
         raise failure
+
+
+def _refused(url: str, error: Exception | None, *, answered: bool) -> ConnectionRefusedByServerError:
+    if isinstance(error, ConnectionRejected):
+        text = (error.body or b"").decode(errors="replace")
+        return ConnectionRefusedByServerError(url, f"{error.status_code} {text}", error.status_code)
+    if error is None and not answered:
+        return ConnectionRefusedByServerError(url, "closed without an answer")
+    refused = ConnectionRefusedByServerError(url, f"nobody there speaks {SUBPROTOCOL}")
+    refused.__cause__ = error
+    return refused
 
 
 async def _open_stream(
