@@ -436,6 +436,16 @@ class TestConnecting:
                         await stream.aclose()
                 await until(lambda: server.gateway._streams == 1)
 
+    @pytest.mark.parametrize("data", [b"", b"GET / HTTP/1.1\r\n", b"\xff\xff\r\n\r\n"])
+    async def test_who_leaves_before_the_handshake_makes_room_at_once(self, data: bytes) -> None:
+        settings = WebsocketSettings(max_connections=1, handshake_timeout=60)
+        async with Server(settings=settings).serving() as server:
+            async with await trio.open_tcp_stream("127.0.0.1", server.gateway.port) as stream:
+                await until(lambda: server.gateway._streams == 1)
+                await stream.send_all(data)
+            with trio.fail_after(20):
+                await until(lambda: server.gateway._streams == 0)
+
     async def test_what_is_no_handshake_is_refused(self, server: Server) -> None:
         stream = await trio.open_tcp_stream("127.0.0.1", server.gateway.port)
         async with stream:
@@ -766,6 +776,26 @@ class TestStop:
                         await raw.receive()
             assert closed.value.reason is not None
             assert closed.value.reason.code == 1001
+
+    async def test_a_ping_during_the_closing_handshake_does_not_break_it_off(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        server = Server(settings=WebsocketSettings(close_timeout=20))
+        async with server.serving(shutdown_timeout=60):
+            stream = await tiny_reader(server)
+            await until(lambda: server.gateway.connections == 1)
+            server.runtime.request_stop()
+            answer = await stream.receive_some(2)
+            await stream.send_all(b"\x89\x80\0\0\0\0" * 100)
+            await stream.send_all(b"\x88\x82\0\0\0\0\x03\xe9")
+            await stream.send_eof()
+            while part := await stream.receive_some(1_000):  # ends with an end, not with a reset
+                answer += part
+            await stream.aclose()
+            with trio.fail_after(10):
+                await server.runtime.wait_stopped()
+        assert answer == b"\x88\x18\x03\xe9the server is stopping"
+        assert "failed" not in caplog.text
 
     async def test_a_forced_stop_leaves_no_connection(self) -> None:
         server = Server()

@@ -6,10 +6,12 @@ from collections.abc import Awaitable, Callable
 
 import trio
 from trio_websocket import ConnectionClosed, WebSocketConnection, WebSocketRequest, wrap_server_stream
+from wsproto.utilities import LocalProtocolError
 
 from trio_wow.adapters.websocket._connection import Connection
 from trio_wow.adapters.websocket._feed import EventFeed, ProjectionChanges, Subscriptions
 from trio_wow.adapters.websocket._protocol import SUBPROTOCOL
+from trio_wow.adapters.websocket._reader import HostedReader
 from trio_wow.adapters.websocket._settings import Handshake, Identity, WebsocketSettings
 from trio_wow.buses import DomainEventBus
 from trio_wow.domain import Domain
@@ -183,16 +185,17 @@ class WebsocketGateway:
         try:
             async with trio.open_nursery() as nursery:
                 socket = identity = None
-                with trio.move_on_after(self._settings.handshake_timeout):
-                    request = await wrap_server_stream(
-                        nursery, stream, max_message_size=self._settings.max_message_size
-                    )
+                reader = HostedReader()
+                hosted = await nursery.start(self._host, reader, stream, nursery.cancel_scope)
+                with trio.move_on_after(self._settings.handshake_timeout), reader.handshake:
+                    reader.begin()
+                    request = await wrap_server_stream(hosted, stream, max_message_size=self._settings.max_message_size)
                     if (identity := await self._admit(request)) is not None:
                         socket = await request.accept(subprotocol=SUBPROTOCOL)
                 if socket is not None and identity is not None:
                     await self._serve_client(socket, identity)
                     if socket.closed is not None and socket.closed.code == 1009:
-                        await self._linger(stream)
+                        await self._linger(stream, send_eof=True)
                 nursery.cancel_scope.cancel()
         except* ConnectionClosed:
             _log.debug("a client of %s left in the middle of something", self.name)
@@ -200,6 +203,21 @@ class WebsocketGateway:
             _log.warning("a connection of %s failed", self.name, exc_info=errors)
         finally:
             self._streams -= 1
+
+    async def _host(
+        self,
+        reader: HostedReader,
+        stream: _Stream,
+        scope: trio.CancelScope,
+        *,
+        task_status: trio.TaskStatus[trio.Nursery],
+    ) -> None:
+        await reader.run(task_status=task_status)
+        if reader.error is not None:
+            if not isinstance(reader.error, ConnectionClosed | LocalProtocolError):
+                raise reader.error
+            await self._linger(stream, send_eof=False)  # the close frame may still be on its way
+            scope.cancel()
 
     async def _admit(self, request: WebSocketRequest) -> Identity | None:
         """Say who the client is, or refuse it."""
@@ -250,12 +268,13 @@ class WebsocketGateway:
             self._connections.discard(connection)
             self._left.set()
 
-    async def _linger(self, stream: _Stream) -> None:
+    async def _linger(self, stream: _Stream, *, send_eof: bool) -> None:
         """Read to the end what the library has stopped to read; to close now would reset, and lose the close frame."""
         transport = stream.transport_stream if isinstance(stream, trio.SSLStream) else stream
         with trio.move_on_after(self._settings.close_timeout):
             try:
-                await transport.send_eof()
+                if send_eof:
+                    await transport.send_eof()
                 while await transport.receive_some(65_536):
                     pass
             except (trio.BrokenResourceError, trio.ClosedResourceError):
