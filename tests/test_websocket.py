@@ -6,7 +6,7 @@ import socket as sockets
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import trio
@@ -373,6 +373,28 @@ class TestAuthentication:
                     pass
         assert refused.value.status == 500
         assert "ZeroDivisionError" in caplog.text
+
+    @pytest.mark.parametrize(
+        ("make", "why"),
+        [
+            (lambda: Identity(""), "tenant '' is empty or blank"),
+            (
+                lambda: Identity("a", cast(Any, {"owner": 5})),
+                "headers must be a mapping of text to text, not {'owner': 5}",
+            ),
+            (lambda: Identity("a", cast(Any, [])), "headers must be a mapping of text to text, not []"),
+            (lambda: True, "authenticate must return an Identity or None, not True"),
+        ],
+    )
+    async def test_who_is_no_legal_identity_is_refused(
+        self, make: Any, why: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        async def authenticate(handshake: Handshake) -> Any:
+            return make()
+
+        async with Server(authenticate=authenticate).serving() as server:
+            assert (await server.refused()).startswith(b"HTTP/1.1 500")
+        assert why in caplog.text
 
     async def test_tenant_and_owner_are_put_on_every_command_and_cannot_be_chosen(self) -> None:
         async with Server(authenticate=by_token).serving() as server:

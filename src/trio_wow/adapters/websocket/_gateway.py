@@ -232,6 +232,8 @@ class WebsocketGateway:
             )
             try:
                 identity = await self._authenticate(Handshake(request.path, headers, str(request.remote)))
+                if not isinstance(identity, Identity | None):
+                    raise TypeError(f"authenticate must return an Identity or None, not {identity!r}")
             except Exception:
                 _log.exception("authenticate of %s failed", self.name)
                 return await self._refuse(request, 500, "who you are could not be found out")

@@ -6,6 +6,8 @@ from typing import Any
 
 from attrs import Attribute, field, frozen
 
+from trio_wow.messages import check_identifier
+
 __all__ = ["Handshake", "Identity", "WebsocketSettings"]
 
 
@@ -17,6 +19,16 @@ def _count(_: object, attribute: "Attribute[int]", value: Any) -> None:
 def _seconds(_: object, attribute: "Attribute[float]", value: Any) -> None:
     if type(value) not in (int, float) or not 0 < value < inf:
         raise ValueError(f"{attribute.name} must be a positive number of seconds, not {value!r}")
+
+
+def _tenant(_: object, attribute: "Attribute[str | None]", value: Any) -> None:
+    if value is not None:
+        check_identifier(attribute.name, value)
+
+
+def _texts(_: object, attribute: "Attribute[Mapping[str, str]]", value: Any) -> None:
+    if not (isinstance(value, Mapping) and all(isinstance(text, str) for text in (*value, *value.values()))):
+        raise TypeError(f"{attribute.name} must be a mapping of text to text, not {value!r}")
 
 
 @frozen(kw_only=True)
@@ -84,7 +96,11 @@ class Identity:
     Attributes:
         tenant: of every command and subscription of the connection; `None` lets each frame name one.
         headers: put on every command, and out of the client's reach.
+
+    Raises:
+        InvalidIdentifierError: the tenant is not legal; an empty one is not.
+        TypeError: the headers are no mapping of text to text.
     """
 
-    tenant: str | None = None
-    headers: Mapping[str, str] = field(factory=dict)
+    tenant: str | None = field(default=None, validator=_tenant)
+    headers: Mapping[str, str] = field(factory=dict, validator=_texts)
