@@ -14,6 +14,7 @@ from chain_domain import Chain, Note, Notebook, Step
 from test_waiting import Noting, Put, Shelf, View, Watcher
 from trio_websocket import ConnectionClosed, WebSocketRequest
 from websocket_support import (
+    Answer,
     Deposit,
     Print,
     Server,
@@ -130,6 +131,22 @@ class TestCommands:
             assert (frame["type"], frame["error"]["code"]) == ("error", "MessageTooLargeError")
             assert "has reached PROCESSED, version 1" in frame["error"]["text"]
 
+    async def test_what_json_cannot_hold_of_an_errors_text_is_escaped(self, server: Server) -> None:
+        async with server.raw() as raw:
+            await raw.command("c1", "Answer", {"id": "a"})
+            assert (await raw.receive())["result"]["error"]["text"] == "too \\udc80"
+            await raw.command("c2", "Answer", {"id": "a", "depth": -1})
+            error = (await raw.receive())["error"]
+            assert (error["code"], error["text"]) == ("InvalidCommandError", "Answer is not valid: not \\udc80")
+
+    async def test_an_answer_may_be_as_deep_as_it_can_be(self, server: Server) -> None:
+        for depth in (254, 255):  # and one more than that
+            local = await server.app.gateway.send_and_wait(Answer("local", depth))
+            async with open_websocket_gateway(server.url, server.app.domain) as gateway:
+                remote = await gateway.send_and_wait(Answer("remote", depth))
+            assert (remote.value, remote.error) == (local.value, local.error)
+            assert (local.error is None) == (depth == 254)
+
 
 class TestRefusals:
     @pytest.mark.parametrize(
@@ -137,6 +154,10 @@ class TestRefusals:
         [
             ("{", None, None),
             ("[" * 5000, None, None),
+            ("[" * 1000 + "]" * 1000, None, None),
+            ('{"id": ' + "[" * 1000 + "]" * 1000 + "}", "id", None),
+            ('{"id": "c1", "type": "send", "command": ' + '{"a":' * 1000 + "1" + "}" * 1001, "command.name", "c1"),
+            ('{"id": "c1", "type": "send", "headers": ' + "[" * 1000 + "]" * 1000 + "}", "command", "c1"),
             ("[]", None, None),
             ('"text"', None, None),
             ("{}", "id", None),
@@ -904,6 +925,11 @@ class TestClient:
                 pass
         assert raised.value.status is None
 
+    async def test_a_host_whose_name_is_none(self, server: Server) -> None:
+        with pytest.raises(ConnectionRefusedByServerError, match="cannot be connected to: UnicodeError"):
+            async with open_websocket_gateway(f"ws://{'a' * 70}/", server.app.domain):
+                pass
+
     async def test_who_does_not_answer_is_not_waited_for(self, server: Server) -> None:
         (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
         async with listener:
@@ -919,7 +945,9 @@ class TestClient:
                 async with open_websocket_gateway(server.url, server.app.domain):
                     pass
 
-    @pytest.mark.parametrize("url", ["http://localhost/", "ws:///", "localhost"])
+    @pytest.mark.parametrize(
+        "url", ["http://localhost/", "ws:///", "localhost", "ws://localhost:99999/", "ws://localhost:x/", "ws://[::1/"]
+    )
     async def test_what_is_no_url_of_a_websocket(self, url: str) -> None:
         with pytest.raises(ValueError, match="url must be like"):
             async with open_websocket_gateway(url, Server().app.domain):

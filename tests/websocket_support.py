@@ -70,6 +70,18 @@ class Shout:
         raise ValueError("nobody shouts")
 
 
+@frozen
+class Answer:
+    """Is answered with so many lists, one in the other, or refused with a text that JSON cannot hold."""
+
+    id: str
+    depth: int = 0
+
+    def validate(self) -> None:
+        if self.depth < 0:
+            raise ValueError("not \udc80")
+
+
 class OverdrawnError(CommandRejectedError):
     code = "account.overdrawn"
 
@@ -97,6 +109,15 @@ class Account:
     @on_command
     def print(self, command: Print) -> Reply[Deposited, str]:
         return Reply(Deposited(0, "e" * command.event), "x" * command.letters)
+
+    @on_command
+    def answer(self, command: Answer) -> Reply[Deposited, list[Any]]:
+        if not command.depth:
+            raise OverdrawnError("too \udc80")
+        value: list[Any] = []
+        for _ in range(command.depth - 1):
+            value = [value]
+        return Reply(Deposited(0), value)
 
     @on_command
     async def wait(self, command: Wait, gate: Gate) -> Deposited:

@@ -2,7 +2,7 @@
 
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from math import inf
 from typing import Any
 from urllib.parse import SplitResult, urlsplit, urlunsplit
@@ -114,6 +114,7 @@ class WebsocketCommandGateway:
 
     - `ConnectionLostError`, a `WaitAbandonedError`, says that the connection has ended. The command may have been sent.
     - `RemoteError` stands for what the server refuses with an error that has no meaning here.
+    - A cancelled call, `send` too, may have sent the command.
     - In `WaitTimeoutError`, `reached` is `SENT` once the command was on its way; whether it has arrived is not known.
     - `tenant` and `headers` are refused where the server's authentication says what they are.
     - `command_id` of a result is the server's; errors of a wait name the message here.
@@ -319,9 +320,7 @@ async def open_websocket_gateway(
     Cancellation: ends the connection.
     """
     settings = settings if settings is not None else WebsocketSettings()
-    parts = urlsplit(url)
-    if parts.scheme not in ("ws", "wss") or not parts.hostname:
-        raise ValueError(f"url must be like wss://host:port/path, not {url!r}")
+    parts = _split(url)
     failure: BaseException | None = None
     stream: trio.SocketStream | trio.SSLStream[trio.SocketStream] | None = None
     socket: WebSocketConnection | None = None
@@ -342,7 +341,7 @@ async def open_websocket_gateway(
                         extra_headers=[(name.encode(), value.encode()) for name, value in (headers or {}).items()],
                         max_message_size=settings.max_message_size,
                     )
-            except (OSError, trio.TooSlowError, trio.BrokenResourceError) as error:
+            except (OSError, UnicodeError, trio.TooSlowError, trio.BrokenResourceError) as error:
                 reason = f"no answer within {settings.handshake_timeout} s" if stream else repr(error)
                 failure = ConnectionRefusedByServerError(url, reason)
                 failure.__cause__ = error
@@ -363,6 +362,14 @@ async def open_websocket_gateway(
             await trio.aclose_forcefully(stream)  # the library leaves it open where the server closes first
     if failure is not None:
         raise failure
+
+
+def _split(url: str) -> SplitResult:
+    with suppress(ValueError):  # the port is looked at when it is asked for
+        parts = urlsplit(url)
+        if parts.scheme in ("ws", "wss") and parts.hostname and parts.port != 0:
+            return parts
+    raise ValueError(f"url must be like wss://host:port/path, not {url!r}")
 
 
 def _refused(url: str, error: Exception | None, *, answered: bool) -> ConnectionRefusedByServerError:

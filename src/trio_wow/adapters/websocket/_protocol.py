@@ -215,8 +215,11 @@ def result_form(result: CommandResult) -> dict[str, object]:
         "tenant": aggregate_id.tenant,
         "stage": result.stage.name,
         "version": result.version,
-        "error": None if error is None else {"code": error.code, "text": error.text, "undecided": error.undecided},
-        "value": result.value,
+        "error": None
+        if error is None
+        else {"code": error.code, "text": _sendable(error.text), "undecided": error.undecided},
+        # By itself, since a frame around it may be nested too deeply for the writer of JSON.
+        "value": orjson.Fragment(orjson.dumps(result.value)),
     }
 
 
@@ -239,7 +242,8 @@ def error_frame(id: str | None, code: str, text: str, field: str | None = None) 
 
     What a client has sent may be repeated in it, and must not make it too large to be sent.
     """
-    error = {"code": code, "text": _shortened(text), "field": None if field is None else _shortened(field)}
+    text = _sendable(_shortened(text))
+    error = {"code": code, "text": text, "field": None if field is None else _shortened(field)}
     return orjson.dumps({"type": "error", "id": id, "error": error})
 
 
@@ -275,7 +279,15 @@ def _version(aggregate_id: AggregateId, version: int) -> dict[str, object]:
 
 
 def _shown(value: object) -> str:
-    return _shortened(repr(value), 80)
+    try:
+        return _shortened(repr(value), 80)
+    except RecursionError:  # JSON may be nested more deeply than Python shows
+        return f"a {type(value).__name__} nested too deeply"
+
+
+def _sendable(text: str) -> str:
+    """Escape lone surrogates: an exception's text may hold some, and JSON may not."""
+    return text if text.isascii() else text.encode(errors="backslashreplace").decode()
 
 
 def _shortened(text: str, size: int = 1_000) -> str:
