@@ -301,6 +301,43 @@ class TestRefusals:
         await until(lambda: not server.gateway.connections)
 
 
+class TestFragments:
+    async def test_a_message_may_come_letter_by_letter(self, server: Server) -> None:
+        stream = await tiny_reader(server)
+        letters = '{"type": "unsubscribe", "id": "é\U0001f600"}'
+        frames = [text_frame(letter) for letter in ("", *letters, "", "")]
+        for number, frame in enumerate(frames):  # all but the first continue it; the last ends it
+            opcode = (0 if number else 1) | (0x80 if number == len(frames) - 1 else 0)
+            await stream.send_all(bytes([opcode]) + frame[1:] + b"\x89\x80\0\0\0\0")
+        answer = b""
+        while not answer.endswith(b"}"):
+            answer += await stream.receive_some(1_000)
+        assert json.loads(answer[answer.index(b"{") :]) == {"type": "unsubscribed", "id": "é\U0001f600"}
+        assert answer.count(b"\x8a\0") == len(frames)
+        await stream.aclose()
+
+    @pytest.mark.parametrize("letter", ["", "\U0001f600"])
+    async def test_fragments_take_no_more_room_than_the_message(self, server: Server, letter: str) -> None:
+        stream = await tiny_reader(server)
+        await until(lambda: server.gateway.connections == 1)
+        (connection,) = server.gateway._connections
+        await stream.send_all(b"\1" + text_frame("x")[1:])
+        await stream.send_all((b"\0" + text_frame(letter)[1:]) * 10_000 + b"\x89\x80\0\0\0\0")
+        assert await stream.receive_some(2) == b"\x8a\0"  # all of them have been read
+        assert len(connection._socket._message_parts) == 0
+        await stream.aclose()
+
+    async def test_a_message_over_the_limit_is_refused_before_its_end(self, server: Server) -> None:
+        stream = await tiny_reader(server)
+        part = text_frame("é" * 30_000)[1:]
+        await stream.send_all(b"\1" + part)
+        for _ in range(40):
+            await stream.send_all(b"\0" + part)
+        answer = await stream.receive_some(4)
+        assert (answer[:1], answer[2:]) == (b"\x88", (1009).to_bytes(2, "big"))
+        await stream.aclose()
+
+
 class TestSubscriptions:
     async def test_an_aggregates_events_come_in_order_until_unsubscribed(self, server: Server) -> None:
         events = {"context": "bank", "aggregate": "account", "id": "a"}

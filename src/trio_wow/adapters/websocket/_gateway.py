@@ -5,11 +5,12 @@ import ssl
 from collections.abc import Awaitable, Callable
 
 import trio
-from trio_websocket import ConnectionClosed, WebSocketConnection, WebSocketRequest, wrap_server_stream
+from trio_websocket import ConnectionClosed, WebSocketConnection, WebSocketRequest
 from wsproto.utilities import LocalProtocolError
 
 from trio_wow.adapters.websocket._connection import Connection
 from trio_wow.adapters.websocket._feed import EventFeed, ProjectionChanges, Subscriptions
+from trio_wow.adapters.websocket._fragments import WholeMessages
 from trio_wow.adapters.websocket._protocol import SUBPROTOCOL
 from trio_wow.adapters.websocket._reader import HostedReader
 from trio_wow.adapters.websocket._settings import Handshake, Identity, WebsocketSettings
@@ -189,7 +190,11 @@ class WebsocketGateway:
                 hosted = await nursery.start(self._host, reader, stream, nursery.cancel_scope)
                 with trio.move_on_after(self._settings.handshake_timeout), reader.handshake:
                     reader.begin()
-                    request = await wrap_server_stream(hosted, stream, max_message_size=self._settings.max_message_size)
+                    limit = self._settings.max_message_size
+                    # As `wrap_server_stream` does, which makes a `WSConnection` of its own.
+                    websocket = WebSocketConnection(stream, WholeMessages(limit), max_message_size=limit)
+                    hosted.start_soon(websocket._reader_task)
+                    request = await websocket._get_request()
                     if (identity := await self._admit(request)) is not None:
                         socket = await request.accept(subprotocol=SUBPROTOCOL)
                 if socket is not None and identity is not None:
