@@ -2,6 +2,7 @@
 
 from math import inf
 from types import TracebackType
+from typing import Any
 
 import trio
 
@@ -58,7 +59,7 @@ class user_call:  # noqa: N801 - used like a function
     ) -> None:
         running_function.reset(self._token)
         task = trio.lowlevel.current_task()
-        left = task._cancel_status
+        left: Any = task._cancel_status
         if left is self._status:
             return
         while left is not None and left._parent is not self._status:
