@@ -28,7 +28,7 @@ from chain_domain import (
     registry_of,
 )
 from support import collect, task_names
-from trio.testing import MockClock, wait_all_tasks_blocked
+from trio.testing import MockClock, assert_checkpoints, wait_all_tasks_blocked
 
 from trio_wow import (
     App,
@@ -351,6 +351,34 @@ class TestCommands:
             assert result.error.code == "CancelScopeLeakError"
             assert "Leaky.leak left a cancel scope open" in result.error.text
         assert not await app.store.read_all(0, 9)
+
+    @pytest.mark.parametrize("in_child", [False, True], ids=["itself", "child task"])
+    async def test_a_function_that_reads_the_memory_store_lets_others_run(self, in_child: bool) -> None:
+        @frozen
+        class Look:
+            id: str
+
+        @aggregate(context="looking")
+        @define
+        class Looking:
+            id: str
+
+            @on_command
+            async def look(self, _command: Look, store: InMemoryEventStore) -> None:
+                async def load() -> None:
+                    with assert_checkpoints():
+                        await store.load(AggregateId("looking", "looking", "a"))
+
+                if in_child:
+                    async with trio.open_nursery() as nursery:
+                        nursery.start_soon(load)
+                else:
+                    await load()
+
+        domain = Domain([Looking])
+        store = InMemoryEventStore(domain.serializer)
+        async with serving(App(domain, store=store, services={InMemoryEventStore: store})) as gateway:
+            (await gateway.send_and_wait(Look("a"))).raise_for_error()
 
     async def test_an_error_that_cannot_be_shown_is_a_result_all_the_same(self) -> None:
         class UnshowableError(Exception):

@@ -46,6 +46,7 @@ from trio_wow.messages import (
     Stage,
     check_identifier,
     check_name,
+    interned_id,
     make_converter,
     message_type,
 )
@@ -232,10 +233,13 @@ class TestAggregateId:
 
     @pytest.mark.parametrize(("value", "reason"), ILLEGAL_IDS, ids=lambda each: ascii(each)[:20])
     @pytest.mark.parametrize(("name", "what"), [("id", "aggregate ID"), ("tenant", "tenant")])
-    def test_fs16_illegal_id_or_tenant_is_refused(self, name: str, what: str, value: object, reason: str) -> None:
+    @pytest.mark.parametrize("make", [AggregateId, interned_id])
+    def test_fs16_illegal_id_or_tenant_is_refused(
+        self, make: Callable[..., AggregateId], name: str, what: str, value: object, reason: str
+    ) -> None:
         arguments: dict[str, Any] = {"context": "shop", "aggregate": "order", "id": "A", name: value}
         with pytest.raises(InvalidIdentifierError, match=reason) as caught:
-            AggregateId(**arguments)
+            make(**arguments)
         assert (caught.value.what, caught.value.value) == (what, value)
 
     def test_fs16_legal_ids_stay_distinct_and_come_back_unchanged(self) -> None:
@@ -245,6 +249,17 @@ class TestAggregateId:
         written = [writes.dump_stream(stream(Line("tea", 1), aggregate_id=each, id="s")) for each in ids]
         assert len(set(written)) == len(ids)
         assert [writes.load_stream(data, "here").aggregate_id for data in written] == ids
+
+    def test_interned_it_is_one_object_for_what_is_the_same_text_in_all_its_parts(self) -> None:
+        class Text(str):
+            pass
+
+        subclassed = interned_id("shop", "order", Text("interned"), "acme")
+        plain = interned_id("shop", "order", "interned", "acme")
+        assert type(plain.id) is str
+        assert plain is interned_id("shop", "order", "interned", "acme")
+        assert subclassed == plain == AggregateId("shop", "order", "interned", "acme")
+        assert interned_id("shop", "order", "interned").tenant == DEFAULT_TENANT
 
     names = st.sampled_from(["a", "b", "a-b", "A"])
     triples = st.tuples(names, names, st.text("ab-/.:A", min_size=1, max_size=4))

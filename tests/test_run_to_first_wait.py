@@ -346,6 +346,23 @@ async def test_a_scope_left_open_and_cancelled_around_a_nursery_is_a_leak_too() 
     await left.aclose()
 
 
+async def test_scopes_left_open_in_one_another_are_all_closed_and_can_be_left_later() -> None:
+    outer, inner = trio.CancelScope(), trio.CancelScope()
+    for number in range(2):
+        with pytest.raises(CancelScopeLeakError):
+            with user_call("function", number):
+                if not number:
+                    outer.__enter__()
+                    inner.__enter__()
+                else:  # by now this is the task's own affair
+                    trio.CancelScope().__enter__()
+        outer.cancel()
+        await trio.lowlevel.checkpoint()
+    inner.__exit__(None, None, None)
+    outer.__exit__(None, None, None)
+    await trio.lowlevel.checkpoint()
+
+
 class Stopped:
     """Raises SIGINT at the n-th of the places that ask it to."""
 

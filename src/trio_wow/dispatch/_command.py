@@ -125,7 +125,7 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
         self._publication = f"{name}/publication"
         self._retries = retries
         self._attempt = self.function_filters.around(self._decide_and_append)
-        self._publish_until_done = FilterChain([Retry(retries=None, backoff=0.1)]).around(self._publish)
+        self._until_published = Retry(retries=None, backoff=0.1)
 
     async def prepare(self, context: RuntimeContext, /) -> None:
         """See `RuntimeComponent.prepare`.
@@ -282,7 +282,7 @@ class CommandDispatcher(MessageDispatcher[CommandMessage]):
     async def _published(self, stream: DomainEventStream) -> Outcome:
         handling = Handling(self.name, stream)
         try:
-            await self._publish_until_done(handling)
+            await self._until_published(handling, self._publish)
         except AdmissionClosedError:
             _log.warning(
                 "version %s of %s is stored but not published, and its command not acknowledged: the runtime is ending",

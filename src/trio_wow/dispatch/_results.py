@@ -168,7 +168,7 @@ class CommandWait:
 
     def sent(self, result: CommandResult) -> None:
         """Take note of `SENT`."""
-        if self._last is None and not self._is_over:
+        if self._last is None and not self._ended:
             self._signal(result)
 
     def processed(self, result: CommandResult, stored: StateEvent[Any] | None) -> None:

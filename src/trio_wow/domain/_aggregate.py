@@ -16,7 +16,7 @@ from trio_wow.errors import (
     UnsourcedEventError,
 )
 from trio_wow.execution import inline
-from trio_wow.messages import DEFAULT_TENANT, AggregateId, check_name, message_type
+from trio_wow.messages import DEFAULT_TENANT, AggregateId, check_name, interned_id, message_type
 
 __all__ = [
     "AggregateDeleted",
@@ -196,7 +196,7 @@ class AggregateModel:
 
     def aggregate_id(self, id: str, tenant: str = DEFAULT_TENANT) -> AggregateId:
         """Return the identity of one aggregate of this kind."""
-        return AggregateId(self.context, self.name, id, tenant)
+        return interned_id(self.context, self.name, id, tenant)
 
     def new_state(self, id: str) -> Any:
         """Return the state of an aggregate to which nothing has happened."""

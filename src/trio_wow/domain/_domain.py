@@ -142,7 +142,7 @@ def _check(command: Any, validated: Iterable[Any]) -> None:
         said = validate(command) if callable(validate) else None  # else it is a field
     except Exception as error:
         raise InvalidCommandError(cls, printable(error)) from error
-    if isawaitable(said):
-        refuse_awaitable(said, f"{cls.__name__}.validate returned an awaitable; make it a plain method that raises")
     if said is not None:
+        if isawaitable(said):
+            refuse_awaitable(said, f"{cls.__name__}.validate returned an awaitable; make it a plain method that raises")
         raise TypeError(f"{cls.__name__}.validate returned {said!r}; raise an error to refuse the command")

@@ -44,7 +44,7 @@ def _copied(state: Any) -> Any:
         held = object.__getstate__(state)
         own, slots = held if isinstance(held, tuple) else (held, None)
         values = {**(own or {}), **(slots or {})}
-        if all(type(value) in _ATOMS for value in values.values()):
+        if _ATOMS.issuperset(map(type, values.values())):
             copy = object.__new__(cls)
             for name, value in values.items():
                 object.__setattr__(copy, name, value)

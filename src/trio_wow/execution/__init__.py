@@ -27,7 +27,7 @@ from trio_wow.execution._threads import blocking as blocking
 from trio_wow.execution._threads import direct as direct
 from trio_wow.execution._threads import inline as inline
 from trio_wow.execution._threads import lent as lent
-from trio_wow.execution._user_call import is_in_turn as is_in_turn
+from trio_wow.execution._user_call import in_user_call as in_user_call
 from trio_wow.execution._user_call import user_call as user_call
 
 __all__ = [
@@ -52,9 +52,9 @@ __all__ = [
     "blocking",
     "direct",
     "group_key",
+    "in_user_call",
     "inline",
     "is_async",
-    "is_in_turn",
     "lent",
     "refuse_awaitable",
     "split_cancelled",

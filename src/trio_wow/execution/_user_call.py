@@ -2,15 +2,15 @@
 
 from math import inf
 from types import TracebackType
+from typing import Any
 
 import trio
 
 from trio_wow.errors import CancelScopeLeakError
 from trio_wow.execution._blocking import running_function
 from trio_wow.execution._errors import split_cancelled
-from trio_wow.execution._lane import Lane
 
-__all__ = ["is_in_turn", "outweighs_leak", "user_call"]
+__all__ = ["in_user_call", "outweighs_leak", "user_call"]
 
 
 def outweighs_leak(error: BaseException, *, cancelled_outside: bool) -> bool:
@@ -24,12 +24,9 @@ def outweighs_leak(error: BaseException, *, cancelled_outside: bool) -> bool:
     return (cancelled is not None and cancelled_outside) or not isinstance(failure, Exception | None)
 
 
-_RUNNER = Lane._run.__code__
-
-
-def is_in_turn() -> bool:
-    """Whether the caller is a handler, in its own task and outside `user_call`: its executor keeps turns fair."""
-    return getattr(trio.lowlevel.current_task().coro, "cr_code", None) is _RUNNER and running_function.get() is None
+def in_user_call() -> bool:
+    """Whether the calling code is, or was started by, a function that `user_call` runs."""
+    return running_function.get() is not None
 
 
 class user_call:  # noqa: N801 - used like a function
@@ -46,26 +43,33 @@ class user_call:  # noqa: N801 - used like a function
         BaseException: what it raised. What is no `Exception` outweighs a leak, which becomes a note on it.
     """
 
-    __slots__ = ("_function", "_key", "_scope", "_token")
+    __slots__ = ("_function", "_key", "_status", "_token")
 
     def __init__(self, function: str, key: object) -> None:
         self._function = function
         self._key = key
-        self._scope = trio.CancelScope()
 
     def __enter__(self) -> None:
+        # Private to Trio, and the only way to see a scope that was left open without opening one for every call.
+        self._status = trio.lowlevel.current_task()._cancel_status
         self._token = running_function.set(self._function)
-        self._scope.__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         running_function.reset(self._token)
-        try:
-            self._scope.__exit__(None, None, None)  # what was raised passes by: this scope is never cancelled
-        except RuntimeError:  # Trio's complaint about a scope that is not the innermost one, which it has closed
-            leak = CancelScopeLeakError(self._function, self._key)
-            cancelled_outside = trio.current_effective_deadline() == -inf
-            if error is None or not outweighs_leak(error, cancelled_outside=cancelled_outside):
-                raise leak from error
-            error.add_note(str(leak))
+        task = trio.lowlevel.current_task()
+        left: Any = task._cancel_status
+        if left is self._status:
+            return
+        while left is not None and left._parent is not self._status:
+            left = left._parent
+        if left is not None:  # as Trio does when a scope is left before those inside it
+            task._activate_cancel_status(self._status)
+            left._mark_abandoned()
+            left.close()
+        leak = CancelScopeLeakError(self._function, self._key)
+        cancelled_outside = trio.current_effective_deadline() == -inf
+        if error is None or not outweighs_leak(error, cancelled_outside=cancelled_outside):
+            raise leak from error
+        error.add_note(str(leak))

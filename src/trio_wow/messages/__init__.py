@@ -9,6 +9,7 @@ from trio_wow.messages._identity import DEFAULT_TENANT as DEFAULT_TENANT
 from trio_wow.messages._identity import AggregateId as AggregateId
 from trio_wow.messages._identity import check_identifier as check_identifier
 from trio_wow.messages._identity import check_name as check_name
+from trio_wow.messages._identity import interned_id as interned_id
 from trio_wow.messages._results import CommandError as CommandError
 from trio_wow.messages._results import CommandResult as CommandResult
 from trio_wow.messages._results import Stage as Stage
@@ -36,6 +37,7 @@ __all__ = [
     "StateEvent",
     "check_identifier",
     "check_name",
+    "interned_id",
     "make_converter",
     "message_type",
 ]

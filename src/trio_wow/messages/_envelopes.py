@@ -155,7 +155,8 @@ class DomainEventStream:
     def __attrs_post_init__(self) -> None:
         check_identifier("stream ID", self.id)
         check_identifier("command ID", self.command_id)
-        check_identifier("request ID", self.request_id)
+        if self.request_id is not self.command_id:
+            check_identifier("request ID", self.request_id)
         if type(self.version) is not int or not 1 <= self.version < 2**63:
             raise ValueError(
                 f"the version of a stream of {self.aggregate_id} must be an int from 1 to 2**63-1, not {self.version!r}"

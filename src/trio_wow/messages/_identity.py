@@ -7,7 +7,7 @@ from attrs import field, frozen
 
 from trio_wow.errors import InvalidIdentifierError
 
-__all__ = ["DEFAULT_TENANT", "AggregateId", "check_identifier", "check_name"]
+__all__ = ["DEFAULT_TENANT", "AggregateId", "check_identifier", "check_name", "interned_id"]
 
 DEFAULT_TENANT = "(0)"
 MAX_IDENTIFIER = 512
@@ -90,3 +90,19 @@ class AggregateId:
         # Names of tasks and lines of logs are made of it, and an ID may hold a line's end or a terminal's commands.
         id = self.id if self.id.isprintable() else self.id.encode("unicode_escape").decode()
         return f"{self.context}.{self.aggregate}/{id}"
+
+
+_interned = lru_cache(maxsize=1024)(AggregateId)
+
+
+def interned_id(context: str, aggregate: str, id: str, tenant: str = DEFAULT_TENANT) -> AggregateId:
+    """Return an `AggregateId`, and for other messages of that aggregate the same object: checked once, found sooner.
+
+    The last 1,024 are kept.
+
+    Raises:
+        InvalidIdentifierError: as for `AggregateId`.
+    """
+    if type(id) is str and type(tenant) is str:
+        return _interned(context, aggregate, id, tenant)
+    return AggregateId(context, aggregate, id, tenant)  # not everything that is no plain text has a hash

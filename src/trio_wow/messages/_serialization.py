@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from datetime import datetime
 from decimal import Decimal
-from functools import lru_cache
 from itertools import repeat
 from math import isfinite
 from typing import Any, TypeVar
@@ -19,7 +18,7 @@ from cattrs.preconf.orjson import make_converter as orjson_converter
 
 from trio_wow.errors import ConfigurationError, SerializationError
 from trio_wow.messages._envelopes import DomainEventStream, checked_headers
-from trio_wow.messages._identity import AggregateId
+from trio_wow.messages._identity import interned_id
 from trio_wow.messages._types import EventUpgrader, MessageTypes
 
 __all__ = ["Serializer", "make_converter"]
@@ -28,9 +27,6 @@ B = TypeVar("B")
 S = TypeVar("S")
 
 FORMAT = 1
-
-# The streams of one aggregate are read together, and need its identity checked once.
-_identity = lru_cache(maxsize=1024)(AggregateId)
 
 
 class Serializer:
@@ -183,7 +179,7 @@ class Serializer:
             raise SerializationError(f"{source} is not a stored stream: {error!r}") from error
         try:
             return DomainEventStream(
-                aggregate_id=_identity(form["context"], form["aggregate"], form["aggregate_id"], form["tenant"]),
+                aggregate_id=interned_id(form["context"], form["aggregate"], form["aggregate_id"], form["tenant"]),
                 version=form["version"],
                 events=events,
                 command_id=form["command_id"],

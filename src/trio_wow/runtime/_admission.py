@@ -6,7 +6,7 @@ from types import TracebackType
 
 import trio
 
-from trio_wow.execution import is_in_turn
+from trio_wow.execution import in_user_call
 
 __all__ = ["ActivityLease", "Admission", "checkpoint_in_turn"]
 
@@ -79,7 +79,7 @@ async def checkpoint_in_turn() -> None:
     and for the functions that the dispatcher calls, it is `trio.lowlevel.checkpoint`.
     """
     lease = _current_lease.get()
-    if lease is not None and lease.is_open and is_in_turn():
+    if lease is not None and lease._open and not in_user_call():
         await trio.lowlevel.checkpoint_if_cancelled()
     else:
         await trio.lowlevel.checkpoint()
