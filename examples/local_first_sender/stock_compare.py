@@ -41,7 +41,7 @@ async def compare(one: Path, other: Path) -> int:
             say(f"{one.name} has {left.get(key, 'nothing')}; {other.name} has {right.get(key, 'nothing')}")
     if left != right:
         return DIFFERENT
-    say(f"the same in both: {len(left)} requests and what came of them, each once")
+    say(f"the same in both: the events of {len(left)} requests, each once")
     return STOPPED
 
 

@@ -4,12 +4,14 @@ from attrs import define, field, frozen, validators
 
 from trio_wow import CommandRejectedError, Domain, Reply, aggregate, on_command, on_sourcing
 
+SHELF = validators.matches_re("[A-Za-z0-9._-]{1,64}")
+
 
 @frozen
 class Receive:
     """Pieces have come in for the shelf `id`."""
 
-    id: str
+    id: str = field(validator=SHELF)
     quantity: int = field(validator=validators.gt(0))
 
 
@@ -17,7 +19,7 @@ class Receive:
 class Pick:
     """Pieces are taken from the shelf `id`."""
 
-    id: str
+    id: str = field(validator=SHELF)
     quantity: int = field(validator=validators.gt(0))
 
 
@@ -25,7 +27,7 @@ class Pick:
 class Count:
     """Somebody has counted: so many are on the shelf `id`, whatever is on record."""
 
-    id: str
+    id: str = field(validator=SHELF)
     quantity: int = field(validator=validators.ge(0))
 
 

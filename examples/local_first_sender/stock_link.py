@@ -78,7 +78,7 @@ class Sender:
         local: Gateway,
         connect: Callable[[], AbstractAsyncContextManager[Gateway]],
         *,
-        backoff_max: float = 30.0,
+        backoff_max: float = 5.0,
         say: Callable[[str], object],
     ) -> None:
         self._domain = domain
@@ -211,9 +211,7 @@ class Sender:
             self._say(f"{shown(entry)}: delivered")
         else:
             await self._mark(entry, State.REFUSED, code, text)
-            self._say(
-                f"{shown(entry)}: refused by the server: {text} ({code}); this device's record of {entry.command.id} differs now"
-            )
+            self._say(f"{shown(entry)}: refused by the server: {text} ({code}); the record here differs now")
         self._has_worked = True
 
     async def _mark(self, entry: Entry, state: State, code: str | None = None, text: str | None = None) -> None:

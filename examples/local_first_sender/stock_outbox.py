@@ -151,6 +151,8 @@ def only_sender(path: Path) -> Iterator[None]:
         StoreLockedError: another one has it.
         StoreError: the lock cannot be taken.
     """
+    if path.is_dir():
+        raise StoreError(str(path), "it is a folder, not a file")
     beside = path.with_name(f"{path.name}-sender")
     with ExitStack() as undo:
         try:

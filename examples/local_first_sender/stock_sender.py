@@ -41,7 +41,7 @@ async def read_lines() -> AsyncIterator[str]:
     # Not `sys.stdin`: the thread that waits for a line is left behind at the end, and must hold no lock then.
     with io.FileIO(0, closefd=False) as file:
         while line := await trio.to_thread.run_sync(file.readline, abandon_on_cancel=True):
-            yield line.decode(errors="replace")
+            yield line.decode(errors="surrogateescape")
 
 
 async def take(line: str, sender: Sender, outbox: Outbox) -> None:
@@ -147,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--backoff-max",
         type=seconds,
-        default=30.0,
+        default=5.0,
         metavar="SECONDS",
         help="longest pause before the next attempt to connect (default: %(default)s)",
     )
