@@ -773,7 +773,9 @@ class TestClient:
                 async with open_websocket_gateway(server.url, server.app.domain):
                     pass
 
-    @pytest.mark.parametrize("url", ["http://localhost/", "ws:///", "localhost"])
+    @pytest.mark.parametrize(
+        "url", ["http://localhost/", "ws:///", "localhost", "ws://x:99999/", "ws://x:y/", "ws://x:0/", "ws://[x/"]
+    )
     async def test_what_is_no_url_of_a_websocket(self, url: str) -> None:
         with pytest.raises(ValueError, match="url must be like"):
             async with open_websocket_gateway(url, Server().app.domain):

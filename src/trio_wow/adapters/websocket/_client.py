@@ -310,9 +310,7 @@ async def open_websocket_gateway(
     Cancellation: ends the connection.
     """
     settings = settings if settings is not None else WebsocketSettings()
-    parts = urlsplit(url)
-    if parts.scheme not in ("ws", "wss") or not parts.hostname:
-        raise ValueError(f"url must be like wss://host:port/path, not {url!r}")
+    parts = _split(url)
     failure: Exception | None = None
     stream: trio.SocketStream | trio.SSLStream[trio.SocketStream] | None = None
     try:
@@ -352,6 +350,16 @@ async def open_websocket_gateway(
             await trio.aclose_forcefully(stream)  # the library leaves it open where the server closes first
     if failure is not None:
         raise failure
+
+
+def _split(url: str) -> SplitResult:
+    try:
+        parts = urlsplit(url)
+        if parts.scheme in ("ws", "wss") and parts.hostname and parts.port != 0:
+            return parts
+    except ValueError:  # of an address, or a port, that is none: the latter only when it is asked for
+        pass
+    raise ValueError(f"url must be like wss://host:port/path, not {url!r}")
 
 
 async def _open_stream(
