@@ -48,12 +48,17 @@ class Link:
         self._listener = listener = socket.create_server(("127.0.0.1", self.port))
         self._start(self._accept, listener, target)
 
-    def cut(self) -> None:
-        """Refuse further connections, and reset those that are open: what is on the way is lost."""
+    def refuse(self) -> None:
+        """Refuse further connections; those that are open stay."""
         if self._listener is not None:
-            self._listener.shutdown(socket.SHUT_RDWR)
+            with suppress(OSError):  # it has ended by itself
+                self._listener.shutdown(socket.SHUT_RDWR)
             self._listener.close()
             self._listener = None
+
+    def cut(self) -> None:
+        """Refuse further connections, and reset those that are open: what is on the way is lost."""
+        self.refuse()
         for each in self._sockets:
             with suppress(OSError):  # the other side was first
                 each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")

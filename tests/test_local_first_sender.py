@@ -117,6 +117,7 @@ def test_everything_that_can_be_cut_is_cut(device: Path, server: Path) -> None:
                 link.open(serving.port)
                 sender.write("count coffee 4")
                 serving.read_until("coffee: counted 4, 4 left")
+                link.refuse()
                 serving.send(signal.SIGKILL)
                 serving.finish()
                 link.cut()

@@ -56,9 +56,13 @@ class Sender:
 
     The server has the last word. What it refuses, though the local model has taken it, is marked and told, and not sent
     again; the commands after it are sent all the same, for the server to decide by what it knows. From then on the
-    device's copy of that aggregate differs, until a command is sent that does not build on it (`Count`). What the
-    server can decide neither way (its store is locked, it does not know the class) stays, holds up what comes after it
-    for the same aggregate, and is tried again.
+    device's copy of that aggregate differs, until a command is sent that does not build on it (`Count`). A server
+    remembers what it has stored, not what it has refused: a copy of a refused command that is still on its way, from a
+    connection that was lost, is decided once more when it arrives.
+
+    What the server can decide neither way (its store is locked, it does not know the class) stays, holds up what comes
+    after it for the same aggregate, and is tried again. That an idle connection is lost is noticed with the next
+    command.
 
     One task calls `recover`, then `submit`; another one runs `keep_sending`.
 
