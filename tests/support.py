@@ -102,11 +102,23 @@ class PythonProcess:
     Leaving the `with` block kills it, so that none outlives its test.
     """
 
-    def __init__(self, *command: str | Path, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> None:
+    def __init__(
+        self,
+        *command: str | Path,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        stdin: int | None = None,
+    ) -> None:
         # Errors go to a file: a pipe that nobody reads could fill up and stall the process.
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by __exit__
         self._process = subprocess.Popen(
-            [sys.executable, *command], stdout=subprocess.PIPE, stderr=self._errors, text=True, env=env, cwd=cwd
+            [sys.executable, *command],
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            env=env,
+            cwd=cwd,
         )
         assert self._process.stdout is not None
         self._output = self._process.stdout
@@ -120,6 +132,8 @@ class PythonProcess:
         self._process.kill()
         self._process.wait()
         self._output.close()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
         self._errors.close()
 
     def read_until(self, text: str) -> str:
@@ -130,6 +144,17 @@ class PythonProcess:
             if not line:
                 raise AssertionError(f"the output ended without {text!r}: {seen}{self.finish()}")
         return seen + line
+
+    def write(self, line: str) -> None:
+        """Type a line; the process was made with `stdin=subprocess.PIPE`."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{line}\n")
+        self._process.stdin.flush()
+
+    def end_input(self) -> None:
+        """Type no more."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal."""

@@ -7,11 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from fleet_support import ENVIRONMENT, posix
+from sender_support import Link
 from support import PythonProcess
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 COMPLETE, KEYED = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+TERMINALS = re.findall(r"```console\n(.*?)```", README, re.DOTALL)
 
 
 def run(program: str) -> str:
@@ -42,6 +45,35 @@ def test_the_executor_without_aggregates_runs_and_has_at_most_10_lines() -> None
     lines = run(KEYED).split()
     assert sorted(lines) == ["a1", "a2", "b1", "b2"]
     assert set(lines[:2]) == {"a1", "b1"}
+
+
+@posix
+def test_the_local_first_sender_says_what_is_shown(tmp_path: Path) -> None:
+    port = str(Link().port)
+    device, server, delivered, compared = (block.replace("8080", port).splitlines(keepends=True) for block in TERMINALS)
+
+    def program(command: str, *options: str) -> PythonProcess:
+        prompt, python, script, *rest = command.split()
+        assert (prompt, python) == ("$", ".venv/bin/python")
+        return PythonProcess(ROOT / script, *rest, *options, env=ENVIRONMENT, cwd=tmp_path, stdin=subprocess.PIPE)
+
+    with program(device[0], "--url", f"ws://127.0.0.1:{port}/") as sender:
+        for line in device[1:]:
+            if line.startswith(("receive", "pick")):
+                sender.write(line.rstrip())
+            else:
+                assert sender.read_until("\n") == line
+        with program(server[0], "--port", port) as serving:
+            for line in server[1:]:
+                assert serving.read_until("\n") == line
+            for line in delivered:
+                assert sender.read_until("\n") == line
+            for each in (sender, serving):
+                each.send(signal.SIGINT)
+                code, _, errors = each.finish()
+                assert (code, errors) == (0, "")
+    with program(compared[0]) as comparing:
+        assert comparing.finish() == (0, "".join(compared[1:]), "")
 
 
 @pytest.mark.parametrize("link", re.findall(r"\]\(([^)#:]+\.md)\)", README))

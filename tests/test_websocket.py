@@ -983,7 +983,16 @@ class TestClient:
                     pass
 
     @pytest.mark.parametrize(
-        "url", ["http://localhost/", "ws:///", "localhost", "ws://localhost:99999/", "ws://localhost:x/", "ws://[::1/"]
+        "url",
+        [
+            "http://localhost/",
+            "ws:///",
+            "localhost",
+            "ws://localhost:99999/",
+            "ws://localhost:x/",
+            "ws://[::1/",
+            "ws://x:0/",
+        ],
     )
     async def test_what_is_no_url_of_a_websocket(self, url: str) -> None:
         with pytest.raises(ValueError, match="url must be like"):
