@@ -963,7 +963,7 @@ class TestClient:
         assert raised.value.status is None
 
     async def test_a_host_whose_name_is_none(self, server: Server) -> None:
-        with pytest.raises(ConnectionRefusedByServerError, match="cannot be connected to: UnicodeError"):
+        with pytest.raises(ConnectionRefusedByServerError, match="cannot be connected to: Unicode"):
             async with open_websocket_gateway(f"ws://{'a' * 70}/", server.app.domain):
                 pass
 
