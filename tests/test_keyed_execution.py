@@ -638,11 +638,12 @@ class TestCancellation:
             trio.CancelScope().__enter__()
             await trio.sleep_forever()
 
-        with trio.move_on_after(0.01) as scope:
-            await KeyedExecutor().dispatch(
-                EndlessSource([1]), key=itself, handler=handler, on_error=lambda *args: failed.append(args)
-            )
-        assert scope.cancelled_caught
+        async with trio.open_nursery() as nursery:
+            run = partial(KeyedExecutor().dispatch, EndlessSource([1]), key=itself, handler=handler)
+            nursery.start_soon(partial(run, on_error=lambda *args: failed.append(args)))
+            await wait_all_tasks_blocked()
+            nursery.cancel_scope.cancel()
+        assert nursery.cancel_scope.cancelled_caught
         assert failed == []
 
     async def test_interrupts_what_runs_and_discards_what_waits(self) -> None:
@@ -910,8 +911,11 @@ class TestLife:
         send, receive = trio.open_memory_channel[int](50)
         for n in range(50):
             send.send_nowait(n)
-        with trio.move_on_after(0.01):
-            await KeyedExecutor(max_in_flight=8).dispatch(receive, key=itself, handler=forever)
+        async with trio.open_nursery() as nursery:
+            run = partial(KeyedExecutor(max_in_flight=8).dispatch, receive, key=itself, handler=forever)
+            nursery.start_soon(run)
+            await wait_all_tasks_blocked()
+            nursery.cancel_scope.cancel()
         assert receive.statistics().current_buffer_used == 42
 
     async def test_aclose_refuses_new_dispatches_and_waits_for_the_running_ones(self) -> None:

@@ -1020,9 +1020,11 @@ class TestCancellation:
 
     async def test_during_the_start_rolls_it_back(self) -> None:
         log: list[str] = []
-        with trio.move_on_after(0.01) as scope:
-            await quick([Part("a", log), Part("b", log, prepare=sleeping)]).serve()
-        assert scope.cancelled_caught
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(quick([Part("a", log), Part("b", log, prepare=sleeping)]).serve)
+            await wait_all_tasks_blocked()
+            nursery.cancel_scope.cancel()
+        assert nursery.cancel_scope.cancelled_caught
         assert log[-2:] == ["stop b", "stop a"]
 
 
