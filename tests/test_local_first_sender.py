@@ -19,6 +19,7 @@ from fleet_support import ENVIRONMENT, posix
 from sender_support import SENDER, SERVER, Link, Sender, Server, changed_sender, compare, events_in, linked
 from websocket_support import until
 
+import stock_cli
 import stock_compare
 import stock_link
 import stock_sender
@@ -297,6 +298,10 @@ class TestProgram:
             sys.exit(program.main(arguments))
         assert ended.value.code == 2
         assert error in capsys.readouterr().err.splitlines()[-1]
+
+    def test_what_a_server_says_does_nothing_to_the_terminal(self, capsys: pytest.CaptureFixture[str]) -> None:
+        stock_cli.say("  offline: 502 \x1b[31mBad\r")
+        assert capsys.readouterr().out == "  offline: 502  [31mBad \n"
 
     def test_a_second_sender_is_kept_off(self, device: Path) -> None:
         with only_sender(device):
@@ -635,6 +640,19 @@ class TestBackoff:
             assert pause <= min(5, 0.1 * 2**number + 0.1) + 1e-6
         assert pauses[-1] == pytest.approx(5)
         assert lines == ["offline: ws://x/ cannot be connected to: nobody there"]
+
+    async def test_a_page_for_an_answer_is_told_in_one_line(self, autojump_clock: object) -> None:
+        lines: list[str] = []
+
+        def refuse() -> Any:
+            raise ConnectionRefusedByServerError("ws://x/", f"502 {'<b>' * 1_000}\n<p>", 502)
+
+        with trio.move_on_after(1):
+            await self.sender(InMemoryOutbox(), refuse, lines).keep_sending()
+        (line,) = lines
+        assert line.startswith("offline: ws://x/ cannot be connected to: 502 <b><b>")
+        assert "\n" not in line
+        assert len(line) < 400
 
     async def test_a_connection_that_worked_begins_anew(self, autojump_clock: object) -> None:
         """Seven attempts fail, one gets a command delivered and is lost, the next ones fail."""

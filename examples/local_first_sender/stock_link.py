@@ -231,6 +231,7 @@ class Sender:
 
     def _tell_offline(self, error: BaseException) -> None:
         why = f"the connection was lost: {error.reason}" if isinstance(error, ConnectionLostError) else str(error)
+        why = why.partition("\n")[0][:300]  # whoever has answered may have sent a whole page
         if self._told != why:
             self._told = why
             self._say(f"offline: {why}")
