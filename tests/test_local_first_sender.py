@@ -701,6 +701,13 @@ class TestOutbox:
         with pytest.raises(StoreError, match="cannot be taken"), only_sender(device / "no" / "folder"):
             raise AssertionError("there is no such folder")
 
+    @posix
+    async def test_a_link_to_the_file_is_the_same_file(self, device: Path) -> None:
+        link = device.with_name("link.db")
+        link.symlink_to(device)
+        with only_sender(device), pytest.raises(StoreLockedError), only_sender(link):
+            raise AssertionError("both have it")
+
     async def test_a_command_of_an_unknown_class_says_so(self, device: Path) -> None:
         """An older version of the program has the file."""
         async with Device(device, Remote().connect).serving() as each:

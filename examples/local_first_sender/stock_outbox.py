@@ -152,7 +152,8 @@ def only_sender(path: Path) -> Iterator[None]:
     """
     if path.is_dir():
         raise StoreError(str(path), "it is a folder, not a file")
-    beside = path.with_name(f"{path.name}-sender")
+    real = path.resolve()  # a link to the file is the same file
+    beside = real.with_name(f"{real.name}-sender")
     with ExitStack() as undo:
         try:
             lock = undo.enter_context(closing(sqlite3.connect(beside, timeout=0, isolation_level=None)))
