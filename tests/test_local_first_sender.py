@@ -603,6 +603,18 @@ class TestResuming:
             assert await each.counts() == {State.PENDING: 1}
 
 
+async def test_the_status_lists_all_that_was_refused(device: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async with Device(device, Remote().connect).serving() as each:
+        for _ in range(101):
+            entry = await each.outbox.append(each.sender.checked(Receive("tea", 1)))
+            await each.outbox.mark(entry, State.REFUSED, "c", "no")
+        await stock_sender.show_status(each.outbox)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "0 to send, 0 delivered, 0 not done, 101 refused by the server"
+    assert lines[-1] == "  #101 receive tea 1: no (c)"
+    assert len(lines) == 102
+
+
 class InMemoryOutbox:
     """Stands for an outbox where the clock jumps: threads would not be waited for."""
 
