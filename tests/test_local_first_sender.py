@@ -721,6 +721,12 @@ class TestOutbox:
         with only_sender(device), pytest.raises(StoreLockedError), only_sender(link):
             raise AssertionError("both have it")
 
+    @posix
+    def test_links_in_a_circle_are_told_in_one_line(self, device: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        device.symlink_to(device)
+        assert stock_sender.main(["--db", str(device)]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+
     async def test_a_command_of_an_unknown_class_says_so(self, device: Path) -> None:
         """An older version of the program has the file."""
         async with Device(device, Remote().connect).serving() as each:
