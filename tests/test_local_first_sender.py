@@ -19,6 +19,7 @@ from fleet_support import ENVIRONMENT, posix
 from sender_support import SENDER, SERVER, Link, Sender, Server, changed_sender, compare, events_in, linked
 from websocket_support import until
 
+import stock_cli
 import stock_compare
 import stock_link
 import stock_sender
@@ -298,6 +299,10 @@ class TestProgram:
         assert ended.value.code == 2
         assert error in capsys.readouterr().err.splitlines()[-1]
 
+    def test_what_a_server_says_does_nothing_to_the_terminal(self, capsys: pytest.CaptureFixture[str]) -> None:
+        stock_cli.say("  offline: 502 \x1b[31mBad\r")
+        assert capsys.readouterr().out == "  offline: 502  [31mBad \n"
+
     def test_a_second_sender_is_kept_off(self, device: Path) -> None:
         with only_sender(device):
             with Sender(device, Link().url) as sender:
@@ -410,8 +415,9 @@ class TestSending:
         remote.gate = trio.Event()
         async with Device(device, remote.connect).linked() as each:
             await each.submit(*(Receive(id, n) for n in (1, 2, 3) for id in ("tea", "coffee", "salt")))
-            await until(lambda: remote.in_hand == 3)
-            await trio.testing.wait_all_tasks_blocked()
+            with trio.move_on_after(5):  # too few, or too many, shows below
+                await until(lambda: remote.in_hand >= 3)
+            await trio.testing.wait_all_tasks_blocked(0.05)
             assert sorted(command.id for command in remote.sent) == ["coffee", "salt", "tea"]
             remote.gate.set()
             await each.sender.wait_sent()
@@ -598,6 +604,18 @@ class TestResuming:
             assert await each.counts() == {State.PENDING: 1}
 
 
+async def test_the_status_lists_all_that_was_refused(device: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async with Device(device, Remote().connect).serving() as each:
+        for _ in range(101):
+            entry = await each.outbox.append(each.sender.checked(Receive("tea", 1)))
+            await each.outbox.mark(entry, State.REFUSED, "c", "no")
+        await stock_sender.show_status(each.outbox)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "0 to send, 0 delivered, 0 not done, 101 refused by the server"
+    assert lines[-1] == "  #101 receive tea 1: no (c)"
+    assert len(lines) == 102
+
+
 class InMemoryOutbox:
     """Stands for an outbox where the clock jumps: threads would not be waited for."""
 
@@ -635,6 +653,19 @@ class TestBackoff:
             assert pause <= min(5, 0.1 * 2**number + 0.1) + 1e-6
         assert pauses[-1] == pytest.approx(5)
         assert lines == ["offline: ws://x/ cannot be connected to: nobody there"]
+
+    async def test_a_page_for_an_answer_is_told_in_one_line(self, autojump_clock: object) -> None:
+        lines: list[str] = []
+
+        def refuse() -> Any:
+            raise ConnectionRefusedByServerError("ws://x/", f"502 {'<b>' * 1_000}\n<p>", 502)
+
+        with trio.move_on_after(1):
+            await self.sender(InMemoryOutbox(), refuse, lines).keep_sending()
+        (line,) = lines
+        assert line.startswith("offline: ws://x/ cannot be connected to: 502 <b><b>")
+        assert "\n" not in line
+        assert len(line) < 400
 
     async def test_a_connection_that_worked_begins_anew(self, autojump_clock: object) -> None:
         """Seven attempts fail, one gets a command delivered and is lost, the next ones fail."""
@@ -682,6 +713,19 @@ class TestOutbox:
             raise AssertionError("both have it")
         with pytest.raises(StoreError, match="cannot be taken"), only_sender(device / "no" / "folder"):
             raise AssertionError("there is no such folder")
+
+    @posix
+    async def test_a_link_to_the_file_is_the_same_file(self, device: Path) -> None:
+        link = device.with_name("link.db")
+        link.symlink_to(device)
+        with only_sender(device), pytest.raises(StoreLockedError), only_sender(link):
+            raise AssertionError("both have it")
+
+    @posix
+    def test_links_in_a_circle_are_told_in_one_line(self, device: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        device.symlink_to(device)
+        assert stock_sender.main(["--db", str(device)]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
 
     async def test_a_command_of_an_unknown_class_says_so(self, device: Path) -> None:
         """An older version of the program has the file."""

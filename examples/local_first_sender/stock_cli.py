@@ -12,7 +12,8 @@ STOPPED, DIFFERENT, UNUSABLE = 0, 1, 2
 
 def say(text: str) -> None:
     """Print a line at once, for who reads it through a pipe."""
-    print(text, flush=True)
+    # What a server has said is shown, and not done by the terminal.
+    print("".join(each if each.isprintable() else " " for each in text), flush=True)
 
 
 def run(name: str, program: Callable[[], int]) -> int:

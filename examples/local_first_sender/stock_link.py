@@ -61,8 +61,8 @@ class Sender:
     connection that was lost, is decided once more when it arrives.
 
     What the server can decide neither way (its store is locked, it does not know the class) stays, holds up what comes
-    after it for the same aggregate, and is tried again. That an idle connection is lost is noticed with the next
-    command.
+    after it for the same aggregate, and is tried again. Up to `IN_FLIGHT` commands can be held up so; then those of
+    other aggregates wait as well. That an idle connection is lost is noticed with the next command.
 
     One task calls `recover`, then `submit`; another one runs `keep_sending`.
 
@@ -231,6 +231,7 @@ class Sender:
 
     def _tell_offline(self, error: BaseException) -> None:
         why = f"the connection was lost: {error.reason}" if isinstance(error, ConnectionLostError) else str(error)
+        why = why.partition("\n")[0][:300]  # whoever has answered may have sent a whole page
         if self._told != why:
             self._told = why
             self._say(f"offline: {why}")

@@ -1,6 +1,7 @@
 """The device's outbox: what was asked for, in order, and what became of it."""
 
 import enum
+import os
 import sqlite3
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -152,7 +153,8 @@ def only_sender(path: Path) -> Iterator[None]:
     """
     if path.is_dir():
         raise StoreError(str(path), "it is a folder, not a file")
-    beside = path.with_name(f"{path.name}-sender")
+    real = Path(os.path.realpath(path))  # a link to the file is the same file; `resolve` fails on a circle of links
+    beside = real.with_name(f"{real.name}-sender")
     with ExitStack() as undo:
         try:
             lock = undo.enter_context(closing(sqlite3.connect(beside, timeout=0, isolation_level=None)))

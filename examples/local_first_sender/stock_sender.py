@@ -64,7 +64,7 @@ async def show_status(outbox: Outbox) -> None:
         f"{counts[State.PENDING]} to send, {counts[State.DELIVERED]} delivered, "
         f"{counts[State.REJECTED]} not done, {counts[State.REFUSED]} refused by the server"
     )
-    for entry in await outbox.entries(State.REFUSED):
+    for entry in await outbox.entries(State.REFUSED, limit=counts[State.REFUSED]):
         say(f"  {shown(entry)}: {entry.text} ({entry.code})")
 
 
