@@ -1,6 +1,7 @@
 """Plain functions that run where their speed says: on the event loop, in a thread with a worker, or in the pool."""
 
 import contextvars
+import gc
 import threading
 from collections.abc import AsyncIterator, Callable
 from functools import partial
@@ -15,6 +16,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from trio_wow.errors import ExecutorClosedError, HandlerInterruptedError
 from trio_wow.execution import (
+    AdaptiveSettings,
     ExecPool,
     ExecProfile,
     KeyedExecutor,
@@ -114,6 +116,32 @@ class TestRawHandlers:
         timed = Timed(workers=1)
         assert await timed.run(*[0.0001] * 32) == ["pool"] * 32
         assert await timed.run(*[1.5] * 20) == ["inline"] + ["pool"] * 19
+
+    async def test_a_pause_of_the_garbage_collector_is_not_its_own_time(self) -> None:
+        settings = AdaptiveSettings(inline_limit=0.2, fast=0.2, slow=0.25, very_slow=0.3)
+        executor = KeyedExecutor(adaptive=settings)
+        wheres: list[bool] = []
+        collecting = False
+
+        def take_long(phase: str, _: object) -> None:
+            if collecting and phase == "start":
+                threading.Event().wait(settings.inline_limit + 0.1)
+
+        def handler(n: int) -> None:
+            nonlocal collecting
+            wheres.append(trio.lowlevel.in_trio_task())
+            if n == 32:
+                collecting = True
+                gc.collect()
+                collecting = False
+
+        gc.callbacks.append(take_long)
+        try:
+            await executor.dispatch(ListSource(range(34)), key=lambda _: "key", handler=handler)
+        finally:
+            gc.callbacks.remove(take_long)
+        assert wheres == [False] * 32 + [True] * 2
+        assert [each.promotions for each in executor.statistics().functions] == [0]
 
     async def test_its_class_changes_from_item_to_item_of_one_dispatch_and_the_order_is_kept(self) -> None:
         seen: list[int] = []

@@ -242,6 +242,27 @@ class Handlers:
 class Others(Handlers): ...
 
 
+@pytest.mark.parametrize(
+    ("runs", "paused", "expected", "promotions"),
+    [
+        ([*QUICK, 7 * MS], 3 * MS, INLINE, 0),
+        ([*QUICK, 7 * MS], 1 * MS, POOL, 1),
+        # Only what has just ended on the event loop can be told from a pause.
+        ([*FAST, 101 * MS], 100 * MS, POOL, 1),
+        ([101 * MS], 100 * MS, POOL, 1),
+    ],
+)
+def test_what_is_no_functions_own_time_is_taken_off_a_run_that_would_promote_it(
+    runs: list[float], paused: float, expected: ExecClass, promotions: int
+) -> None:
+    def function() -> None: ...
+
+    profile = Profiles(AdaptiveSettings(), lambda _seconds: paused).of(function)
+    for seconds in runs:
+        profile.record(seconds)
+    assert (profile.exec_class, profile.statistics().promotions) == (expected, promotions)
+
+
 class TestWhoseProfile:
     def test_a_function_has_one_whatever_partial_it_is_in(self) -> None:
         profiles = Profiles(AdaptiveSettings())

@@ -16,6 +16,7 @@ from trio_wow.execution._calls import enter
 from trio_wow.execution._cpus import usable_cpus
 from trio_wow.execution._dispatch import Dispatch
 from trio_wow.execution._lane import current_lane
+from trio_wow.execution._pauses import paused_within, watch_pauses
 from trio_wow.execution._plain import is_async, name_of, yields
 from trio_wow.execution._pool import ExecPool
 from trio_wow.execution._profile import DEFAULTS, INLINE, POOL, AdaptiveSettings, ExecClass, ExecProfile, Profiles
@@ -72,7 +73,7 @@ class KeyedExecutor:
             `time.sleep`: "raise" a `BlockingCallError` in place of the call, "warn" with a `BlockingCallWarning`, or
             "allow" them. `docs/keyed-execution.md` lists which calls are seen.
         perf_counter: seconds, to measure how long handlers hold the event loop, and how long plain functions take. It
-            is called in threads too.
+            is called in threads too. Only with the default one are the garbage collector's pauses no function's time.
         name: what errors and task dumps call it.
 
     Raises:
@@ -110,7 +111,12 @@ class KeyedExecutor:
         self._workers = Workers(name, workers)
         self._owns_pool = pool == "own"
         self._pool = ExecPool() if pool == "own" else pool
-        self._profiles = Profiles(adaptive)
+        # Pauses are measured on the real clock, and mean nothing on another one.
+        if perf_counter is time.perf_counter:
+            watch_pauses()
+            self._profiles = Profiles(adaptive, paused_within)
+        else:
+            self._profiles = Profiles(adaptive)
         self._threads = Threads(perf_counter)
         self._max_in_flight = max_in_flight
         self._throughput = throughput

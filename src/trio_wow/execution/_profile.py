@@ -66,7 +66,8 @@ class AdaptiveSettings:
             known as fast, and out of the pool.
         fast_streak: positive, at most `window`.
         inline: a demoted function with a median below this runs on the event loop, others directly.
-        inline_limit: a single run on the event loop longer than that promotes at once.
+        inline_limit: a single run on the event loop longer than that promotes at once. What the garbage collector takes
+            in between does not count.
         return_after: a function that is promoted for the first time is demoted again after so many runs in a row below
             `fast`; each further promotion doubles it. At least `window`.
         return_after_at_most: the end of the doubling; at least `return_after`.
@@ -102,6 +103,10 @@ class AdaptiveSettings:
 
 
 DEFAULTS = AdaptiveSettings()
+
+
+def _never(_seconds: float) -> float:
+    return 0.0
 
 
 @frozen
@@ -163,6 +168,7 @@ class ExecProfile:
         "is_async",
         "name",
         "owner",
+        "paused_within",
         "pinned",
         "settings",
     )
@@ -178,6 +184,7 @@ class ExecProfile:
         self.exec_class = by_pin[pin] if pin is not None else exec_class or POOL
         self.settings = DEFAULTS
         self.owner: object = None  # the executor's `Profiles`
+        self.paused_within: Callable[[float], float] = _never
         self._lock = Lock()
         self._ring: list[float] = []
         self._next = 0  # counts down, over and over
@@ -213,10 +220,12 @@ class ExecProfile:
         A promotion is logged, with its reason.
 
         Args:
-            seconds: from its begin to its end, without what it waited for a thread.
+            seconds: from its begin to its end, without what it waited for a thread. On the event loop it has ended now.
             now: on the clock of `begin`; needed only where runs are in threads.
         """
         with self._lock:
+            if seconds > self._limit > -inf and self.exec_class is INLINE:
+                seconds -= self.paused_within(seconds)
             if seconds <= self._limit:
                 at = self._next
                 self._ring[at] = seconds
@@ -315,12 +324,17 @@ class ExecProfile:
 class Profiles:
     """The profiles of the functions that an executor runs. It keeps none alive but by its function.
 
-    Attributes:
+    Args:
         settings: the executor's.
+        paused_within: how many of the last so many seconds were no function's own, on the executor's clock.
+
+    Attributes:
+        settings: as given.
     """
 
-    def __init__(self, settings: AdaptiveSettings) -> None:
+    def __init__(self, settings: AdaptiveSettings, paused_within: Callable[[float], float] = _never) -> None:
         self.settings = settings
+        self._paused_within = paused_within
         self._lock = Lock()
         self._of_functions: WeakKeyDictionary[Any, ExecProfile] = WeakKeyDictionary()
         self._of_methods: WeakKeyDictionary[Any, WeakKeyDictionary[type, ExecProfile]] = WeakKeyDictionary()
@@ -359,6 +373,7 @@ class Profiles:
         """Count a profile among this executor's, and let its settings decide."""
         with self._lock:
             profile.settings = self.settings
+            profile.paused_within = self._paused_within
             profile.owner = self
             self._adopted.add(profile)
 
