@@ -1005,6 +1005,12 @@ class TestClient:
             async with open_websocket_gateway(server.url, server.app.domain):
                 raise kind
 
+    async def test_what_the_block_raises_is_not_lost_when_it_is_cancelled_as_well(self, server: Server) -> None:
+        with pytest.RaisesGroup(ZeroDivisionError), trio.CancelScope() as scope:
+            async with open_websocket_gateway(server.url, server.app.domain):
+                scope.cancel()
+                raise ZeroDivisionError
+
     async def test_who_is_one_too_many_does_not_wait_for_an_answer(self) -> None:
         settings = WebsocketSettings(max_connections=1, handshake_timeout=60)
         async with Server(settings=settings).serving() as server, server.raw():

@@ -311,7 +311,7 @@ async def open_websocket_gateway(
         settings: the bounds of this side: `handshake_timeout` for connecting, `close_timeout`, `send_timeout`,
             `heartbeat`, `max_message_size` and those of the queue.
 
-    What the block raises is raised as it is, not in a group.
+    What the block raises is raised as it is; in a group only if there is a second error, or a cancellation.
 
     Raises:
         ConnectionRefusedByServerError: it could not be connected to, or nobody there speaks the sub-protocol.
@@ -357,9 +357,14 @@ async def open_websocket_gateway(
                         failure = error
                     await gateway.aclose()
             nursery.cancel_scope.cancel()
+    except BaseException as error:
+        if failure is None:
+            raise
+        raise BaseExceptionGroup("errors of a websocket client", [failure, error]) from None
     finally:
         if stream is not None:
-            await trio.aclose_forcefully(stream)  # the library leaves it open where the server closes first
+            with trio.CancelScope(shield=True):  # it does not wait, but a `Cancelled` of its own would hide an error
+                await trio.aclose_forcefully(stream)  # the library leaves it open where the server closes first
     if failure is not None:
         raise failure
 
