@@ -50,7 +50,7 @@ class user_call:  # noqa: N801 - used like a function
         self._key = key
 
     def __enter__(self) -> None:
-        # Private to Trio, and the only way to see a scope that was left open without opening one for every call.
+        # Private to Trio; see `Lane._run`.
         self._status = trio.lowlevel.current_task()._cancel_status
         self._token = running_function.set(self._function)
 

@@ -147,7 +147,7 @@ class CommandGateway:
 
         async def send_and_wait() -> CommandResult:
             with self.results.expecting(message.id, until, timeout) as wait:
-                with trio.CancelScope(deadline=wait.deadline):  # `move_on_at` takes twice as long
+                with trio.CancelScope(deadline=wait.deadline):  # `move_on_at` adds a generator to each command
                     wait.sent(await self._send(message))
                     return await wait.wait()
                 raise wait.timed_out()

@@ -79,7 +79,7 @@ async def checkpoint_in_turn() -> None:
     and for the functions that the dispatcher calls, it is `trio.lowlevel.checkpoint`.
     """
     lease = _current_lease.get()
-    if lease is not None and lease._open and not in_user_call():
+    if lease is not None and lease.is_open and not in_user_call():
         await trio.lowlevel.checkpoint_if_cancelled()
     else:
         await trio.lowlevel.checkpoint()
