@@ -168,7 +168,6 @@ class ExecProfile:
         "is_async",
         "name",
         "owner",
-        "paused_within",
         "pinned",
         "settings",
     )
@@ -183,8 +182,7 @@ class ExecProfile:
         by_pin = {"blocking": POOL, "direct": DIRECT, "inline": INLINE}
         self.exec_class = by_pin[pin] if pin is not None else exec_class or POOL
         self.settings = DEFAULTS
-        self.owner: object = None  # the executor's `Profiles`
-        self.paused_within: Callable[[float], float] = _never
+        self.owner: Profiles | None = None  # the executor's
         self._lock = Lock()
         self._ring: list[float] = []
         self._next = 0  # counts down, over and over
@@ -224,8 +222,8 @@ class ExecProfile:
             now: on the clock of `begin`; needed only where runs are in threads.
         """
         with self._lock:
-            if seconds > self._limit > -inf and self.exec_class is INLINE:
-                seconds -= self.paused_within(seconds)
+            if seconds > self._limit > -inf and self.exec_class is INLINE and self.owner is not None:
+                seconds -= self.owner.paused_within(seconds)
             if seconds <= self._limit:
                 at = self._next
                 self._ring[at] = seconds
@@ -330,11 +328,12 @@ class Profiles:
 
     Attributes:
         settings: as given.
+        paused_within: as given.
     """
 
     def __init__(self, settings: AdaptiveSettings, paused_within: Callable[[float], float] = _never) -> None:
         self.settings = settings
-        self._paused_within = paused_within
+        self.paused_within = paused_within
         self._lock = Lock()
         self._of_functions: WeakKeyDictionary[Any, ExecProfile] = WeakKeyDictionary()
         self._of_methods: WeakKeyDictionary[Any, WeakKeyDictionary[type, ExecProfile]] = WeakKeyDictionary()
@@ -373,7 +372,6 @@ class Profiles:
         """Count a profile among this executor's, and let its settings decide."""
         with self._lock:
             profile.settings = self.settings
-            profile.paused_within = self._paused_within
             profile.owner = self
             self._adopted.add(profile)
 
