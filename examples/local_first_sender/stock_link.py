@@ -21,7 +21,7 @@ from trio_wow.errors import (
     WaitTimeoutError,
     WowError,
 )
-from trio_wow.messages import CommandMessage
+from trio_wow.messages import CommandError, CommandMessage
 
 IN_FLIGHT = 64
 """Commands that one connection has in hand: being sent, or behind another one of their aggregate."""
@@ -33,7 +33,7 @@ LINK_TROUBLE = (ConnectionRefusedByServerError, WaitAbandonedError, WaitTimeoutE
 class Gateway(Protocol):
     """What is used of a command gateway, be it the local one or the server's."""
 
-    async def send_and_wait(self, command: Any, *, request_id: str, timeout: float = 30.0) -> CommandResult:  # noqa: ASYNC109
+    async def send_and_wait(self, command: Any, *, request_id: str, timeout: float = 30.0) -> CommandResult:  # noqa: ASYNC109 - as there
         """See `CommandGateway.send_and_wait`."""
         ...
 
@@ -150,15 +150,15 @@ class Sender:
 
     async def _decide(self, entry: Entry) -> None:
         result = await self._local.send_and_wait(entry.command, request_id=entry.request_id, timeout=inf)
-        error = result.error
-        if error is None or error.code == DuplicateRequestIdError.__name__:
+        error = refusal(result)
+        if error is None:
             await self._mark(entry, State.PENDING)
             left = "decided before" if result.value is None else f"{result.value} left"
             self._say(f"{shown(entry)}: {left}")
         elif error.undecided:
             result.raise_for_error()
         else:
-            await self._mark(entry, State.REJECTED, error.code, error.text)
+            await self._mark(entry, State.REJECTED, error)
             self._say(f"{shown(entry)}: not done: {error.text} ({error.code})")
 
     async def _use_connection(self) -> None:
@@ -195,31 +195,27 @@ class Sender:
                     raise
 
     async def _send_once(self, gateway: Gateway, entry: Entry) -> None:
-        code: str | None
         try:
-            result = await gateway.send_and_wait(entry.command, request_id=entry.request_id)
+            error = refusal(await gateway.send_and_wait(entry.command, request_id=entry.request_id))
         except LINK_TROUBLE:
             raise
-        except InvalidCommandError as error:
-            code, text = type(error).__name__, str(error)
-        except WowError as error:
-            raise UndecidedError(str(error)) from error
-        else:
-            code, text = None, ""
-            if result.error is not None and result.error.code != DuplicateRequestIdError.__name__:
-                code, text = result.error.code, result.error.text
-                if result.error.undecided:
-                    raise UndecidedError(f"{text} ({code})")
-        if code is None:
+        except InvalidCommandError as invalid:
+            error = CommandError.of(invalid)
+        except WowError as trouble:
+            raise UndecidedError(str(trouble)) from trouble
+        if error is None:
             await self._mark(entry, State.DELIVERED)
             self._say(f"{shown(entry)}: delivered")
+        elif error.undecided:
+            raise UndecidedError(f"{error.text} ({error.code})")
         else:
-            await self._mark(entry, State.REFUSED, code, text)
-            self._say(f"{shown(entry)}: refused by the server: {text} ({code}); the record here differs now")
+            await self._mark(entry, State.REFUSED, error)
+            why = f"{error.text} ({error.code})"
+            self._say(f"{shown(entry)}: refused by the server: {why}; the record here differs now")
         self._has_worked = True
 
-    async def _mark(self, entry: Entry, state: State, code: str | None = None, text: str | None = None) -> None:
-        await self._outbox.mark(entry, state, code, text)
+    async def _mark(self, entry: Entry, state: State, error: CommandError | None = None) -> None:
+        await self._outbox.mark(entry, state, *((error.code, error.text) if error is not None else ()))
         self._changed.set()
         self._changed = trio.Event()
 
@@ -249,6 +245,12 @@ class _Pending:
         batch = await self._sender.next_pending(self._last, limit)
         self._last = batch[-1].ordinal
         return batch
+
+
+def refusal(result: CommandResult) -> CommandError | None:
+    """Return why a command was not taken; `None` if it was, this time or before."""
+    error = result.error
+    return None if error is None or error.code == DuplicateRequestIdError.__name__ else error
 
 
 def shown(entry: Entry) -> str:
