@@ -120,7 +120,7 @@ class Server(PythonProcess):
         self.port = int(self.read_until("serving on").partition("127.0.0.1:")[2].partition("/")[0])
 
 
-def events_in(path: Path) -> list[tuple[object, ...]]:
+def events_in(path: Path) -> list[tuple[str, int, str, list[dict[str, Any]]]]:
     """Return what both sides must have in common, without the help of the example."""
     with sqlite3.connect(path) as connection:
         rows = connection.execute(
