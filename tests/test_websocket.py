@@ -36,6 +36,7 @@ from trio_wow.adapters.websocket import (
     Identity,
     WebsocketGateway,
     WebsocketSettings,
+    is_websocket_url,
     open_websocket_gateway,
 )
 from trio_wow.app import DispatchSettings
@@ -995,6 +996,7 @@ class TestClient:
         ],
     )
     async def test_what_is_no_url_of_a_websocket(self, url: str) -> None:
+        assert not is_websocket_url(url)
         with pytest.raises(ValueError, match="url must be like"):
             async with open_websocket_gateway(url, Server().app.domain):
                 pass

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Sequence
 from math import inf
 from pathlib import Path
 from signal import SIGINT, SIGTERM
-from urllib.parse import urlsplit
 
 import trio
 
@@ -18,7 +17,7 @@ from stock_link import Sender, shown
 from stock_outbox import Outbox, State, only_sender
 from trio_wow import App, WowError
 from trio_wow.adapters.sqlite import SqliteStore
-from trio_wow.adapters.websocket import open_websocket_gateway
+from trio_wow.adapters.websocket import is_websocket_url, open_websocket_gateway
 
 COMMANDS: dict[str, type[Receive | Pick | Count]] = {"receive": Receive, "pick": Pick, "count": Count}
 USAGE = "a line is 'receive SHELF N', 'pick SHELF N', 'count SHELF N' or 'status'"
@@ -111,12 +110,7 @@ def run(db: Path, url: str, backoff_max: float) -> int:
 
 def websocket_url(text: str) -> str:
     """Check a URL."""
-    try:
-        parts = urlsplit(text)
-        legal = parts.scheme in ("ws", "wss") and parts.hostname and parts.port != 0
-    except ValueError:  # of a port that is none, or an address that is none
-        legal = False
-    if not legal:
+    if not is_websocket_url(text):
         raise argparse.ArgumentTypeError(f"must be like wss://host:port/path, not {text!r}")
     return text
 

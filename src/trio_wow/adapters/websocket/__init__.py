@@ -1,6 +1,7 @@
 """A gateway for clients that connect over a websocket, and the client's side of it."""
 
 from trio_wow.adapters.websocket._client import WebsocketCommandGateway as WebsocketCommandGateway
+from trio_wow.adapters.websocket._client import is_websocket_url as is_websocket_url
 from trio_wow.adapters.websocket._client import open_websocket_gateway as open_websocket_gateway
 from trio_wow.adapters.websocket._feed import ProjectionChanges as ProjectionChanges
 from trio_wow.adapters.websocket._gateway import WebsocketGateway as WebsocketGateway
@@ -17,5 +18,6 @@ __all__ = [
     "WebsocketCommandGateway",
     "WebsocketGateway",
     "WebsocketSettings",
+    "is_websocket_url",
     "open_websocket_gateway",
 ]

@@ -2,7 +2,7 @@
 
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from math import inf
 from typing import Any
 from urllib.parse import SplitResult, urlsplit, urlunsplit
@@ -32,7 +32,7 @@ from trio_wow.errors import (
 from trio_wow.gateway import check_wait
 from trio_wow.messages import DEFAULT_TENANT, CommandMessage, CommandResult, Stage
 
-__all__ = ["WebsocketCommandGateway", "open_websocket_gateway"]
+__all__ = ["WebsocketCommandGateway", "is_websocket_url", "open_websocket_gateway"]
 
 _EACH = len(Stage) + 1  # signals and an error
 
@@ -320,7 +320,9 @@ async def open_websocket_gateway(
     Cancellation: ends the connection.
     """
     settings = settings if settings is not None else WebsocketSettings()
-    parts = _split(url)
+    if not is_websocket_url(url):
+        raise ValueError(f"url must be like wss://host:port/path, not {url!r}")
+    parts = urlsplit(url)
     failure: BaseException | None = None
     stream: trio.SocketStream | trio.SSLStream[trio.SocketStream] | None = None
     socket: WebSocketConnection | None = None
@@ -369,12 +371,13 @@ async def open_websocket_gateway(
         raise failure
 
 
-def _split(url: str) -> SplitResult:
-    with suppress(ValueError):  # the port is looked at when it is asked for
+def is_websocket_url(url: str) -> bool:
+    """Whether `open_websocket_gateway` takes a URL: `wss://host:port/path`, or `ws:`, or less after the host."""
+    try:
         parts = urlsplit(url)
-        if parts.scheme in ("ws", "wss") and parts.hostname and parts.port != 0:
-            return parts
-    raise ValueError(f"url must be like wss://host:port/path, not {url!r}")
+        return parts.scheme in ("ws", "wss") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of an address that is none, or of a port, which is looked at when it is asked for
+        return False
 
 
 def _refused(url: str, error: Exception | None, *, answered: bool) -> ConnectionRefusedByServerError:
